@@ -1,0 +1,191 @@
+//! What the program runs on: every value here is valid, and nothing here knows TOML.
+//!
+//! `file` is the only bridge from text to [`Config`]: it holds every default and every check.
+
+use std::{net::SocketAddr, sync::Arc, time::Duration};
+
+use http::{Method, Uri};
+use ipnet::IpNet;
+
+mod file;
+
+pub use file::ConfigError;
+
+/// A whole configuration, checked.
+#[derive(Clone, Debug)]
+pub struct Config {
+    /// The listener for clients.
+    pub server: Server,
+    /// The listener for operators; none with `--admin-listen none`.
+    pub admin: Option<Admin>,
+    /// Where slots are counted.
+    pub store: Store,
+    /// Every limit, in the order of the file. Routes and upstreams refer to them by index.
+    pub limits: Vec<Limit>,
+    /// Every upstream. Routes refer to them by index.
+    pub upstreams: Vec<Upstream>,
+    /// Every route, in the order of the file.
+    pub routes: Vec<Route>,
+}
+
+/// `[server]`
+#[derive(Clone, Debug)]
+pub struct Server {
+    /// Where clients connect.
+    pub listen: SocketAddr,
+    /// Requests in flight in this process, waiting ones included.
+    pub max_in_flight: usize,
+    /// Open client connections in this process.
+    pub max_connections: usize,
+    /// Whose forwarding headers count.
+    pub trusted_proxies: Vec<IpNet>,
+    /// From a connection's first byte, or the request's, to the complete head.
+    pub header_timeout: Duration,
+    /// How long a connection may idle between two requests.
+    pub keepalive_timeout: Duration,
+    /// Bytes pending for the client, or awaited of a request body, and under 1 KiB moved in this time.
+    pub stall_timeout: Duration,
+    /// Readiness is red for this long before the listener closes.
+    pub drain_delay: Duration,
+    /// Streams that still run this long after the listener closed are cut.
+    pub drain_timeout: Duration,
+}
+
+/// `[admin]`
+#[derive(Clone, Debug)]
+pub struct Admin {
+    /// Where operators connect.
+    pub listen: SocketAddr,
+}
+
+/// `[store]`
+#[derive(Clone, Debug)]
+pub struct Store {
+    /// Which store.
+    pub kind: StoreKind,
+    /// Goes in front of every key.
+    pub prefix: String,
+    /// How long one call of the store may take.
+    pub op_timeout: Duration,
+}
+
+/// The two stores.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum StoreKind {
+    /// Counts per process.
+    Memory,
+    /// Counts fleet-wide in the Redis at this URL (`redis://` or `rediss://`), which may hold a password.
+    Redis(Secret),
+}
+
+/// A text that never appears in a log.
+#[derive(Clone, PartialEq, Eq)]
+pub struct Secret(pub String);
+
+impl std::fmt::Debug for Secret {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Secret(…)")
+    }
+}
+
+/// `[limits.<name>]`
+#[derive(Clone, Debug)]
+pub struct Limit {
+    /// Letters, digits, `.`, `_` and `-`; at most 128.
+    pub name: Arc<str>,
+    /// The cap N on requests in flight, fleet-wide. 0 admits nobody.
+    pub slots: u32,
+    /// How long a slot lasts without renewal.
+    pub lease: Duration,
+    /// The longest a request may hold its slot; none for ever.
+    pub max_hold: Option<Duration>,
+    /// What happens when every slot is taken.
+    pub queue: Queue,
+    /// How long recovery lasts after a loss of the store's memory.
+    pub recovery: Recovery,
+}
+
+/// `queue = { size, timeout }`
+#[derive(Clone, Copy, Debug)]
+pub struct Queue {
+    /// How many requests may wait, fleet-wide; 0 refuses at once.
+    pub size: u32,
+    /// How long one request may wait.
+    pub timeout: Duration,
+}
+
+/// `recovery`
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Recovery {
+    /// Two seconds.
+    Fast,
+    /// A lease and an operation's timeout.
+    Strict,
+}
+
+/// `[upstreams.<name>]`
+#[derive(Clone, Debug)]
+pub struct Upstream {
+    /// The name in the file.
+    pub name: Arc<str>,
+    /// `http://` or `https://`, an authority, and perhaps a base path that goes in front of the request's.
+    pub endpoint: Uri,
+    /// Bound on TCP and TLS together.
+    pub connect_timeout: Duration,
+    /// From the request's end of head to the response's.
+    pub response_timeout: Duration,
+    /// Between two pieces of a response body.
+    pub idle_timeout: Duration,
+    /// After an abort the slot stays taken for this long past the close of the upstream's connection.
+    pub linger: Duration,
+    /// What becomes of the upstream's work when the client leaves.
+    pub on_client_gone: OnClientGone,
+    /// What the upstream sees as Host.
+    pub host: HostHeader,
+}
+
+/// `on_client_gone`
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum OnClientGone {
+    /// The upstream's connection is closed.
+    Cancel,
+    /// The answer is read to its end and thrown away.
+    Finish,
+}
+
+/// `host`
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum HostHeader {
+    /// The endpoint's authority.
+    Upstream,
+    /// The client's.
+    Keep,
+}
+
+/// `[[routes]]`
+#[derive(Clone, Debug)]
+pub struct Route {
+    /// The label in metrics and logs; by default host and path as written.
+    pub name: Arc<str>,
+    /// Which hosts.
+    pub host: HostPattern,
+    /// A path prefix, on segment borders.
+    pub path: String,
+    /// Which methods; empty for all.
+    pub methods: Vec<Method>,
+    /// Index into [`Config::upstreams`].
+    pub upstream: usize,
+    /// Indices into [`Config::limits`]: the route's own, then the upstream's, each once.
+    pub limits: Vec<usize>,
+}
+
+/// `host` of a route
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum HostPattern {
+    /// Any host.
+    Any,
+    /// Exactly this, in lower case, without a port.
+    Exact(String),
+    /// `*.example.com`, kept as `.example.com`.
+    Suffix(String),
+}
