@@ -45,13 +45,7 @@ impl Admission {
         let routes = config
             .routes
             .iter()
-            .map(|route| {
-                route
-                    .limits
-                    .iter()
-                    .map(|&limit| Arc::clone(&slots[limit]))
-                    .collect()
-            })
+            .map(|route| route.limits.iter().map(|&limit| Arc::clone(&slots[limit])).collect())
             .collect();
         Arc::new(Self { routes })
     }
@@ -66,19 +60,9 @@ impl Admission {
     pub async fn admit(&self, route: usize) -> Result<Permit, Refusal> {
         let mut slots = Vec::new();
         for limit in &self.routes[route] {
-            slots.push(
-                Arc::clone(limit)
-                    .acquire_owned()
-                    .await
-                    .expect("never closed"),
-            );
+            slots.push(Arc::clone(limit).acquire_owned().await.expect("never closed"));
         }
-        Ok(Permit {
-            id: Uuid::now_v7(),
-            taken: Instant::now(),
-            max_hold: None,
-            _slots: slots,
-        })
+        Ok(Permit { id: Uuid::now_v7(), taken: Instant::now(), max_hold: None, _slots: slots })
     }
 }
 

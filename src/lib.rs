@@ -2,4 +2,6 @@
 
 pub mod admission;
 pub mod config;
+pub mod ledger;
 pub mod reason;
+pub mod store;

@@ -85,18 +85,15 @@ impl Reason {
     /// The status of the answer and the sentence in its body.
     pub const fn answer(self) -> (StatusCode, &'static str) {
         match self {
-            Reason::QueueFull => (
-                StatusCode::SERVICE_UNAVAILABLE,
-                "every slot is taken and the queue is full",
-            ),
-            Reason::QueueTimeout => (
-                StatusCode::SERVICE_UNAVAILABLE,
-                "no slot became free in time",
-            ),
-            Reason::Recovering => (
-                StatusCode::SERVICE_UNAVAILABLE,
-                "slots are being counted again after a loss",
-            ),
+            Reason::QueueFull => {
+                (StatusCode::SERVICE_UNAVAILABLE, "every slot is taken and the queue is full")
+            }
+            Reason::QueueTimeout => {
+                (StatusCode::SERVICE_UNAVAILABLE, "no slot became free in time")
+            }
+            Reason::Recovering => {
+                (StatusCode::SERVICE_UNAVAILABLE, "slots are being counted again after a loss")
+            }
             Reason::StoreDown => (
                 StatusCode::SERVICE_UNAVAILABLE,
                 "the store that counts the slots can't be reached",
@@ -106,43 +103,33 @@ impl Reason {
                 "this instance has as many requests as it may have",
             ),
             Reason::Draining => (StatusCode::SERVICE_UNAVAILABLE, "this instance is stopping"),
-            Reason::TooHeavy => (
-                StatusCode::PAYLOAD_TOO_LARGE,
-                "the request takes more slots than the limit has",
-            ),
+            Reason::TooHeavy => {
+                (StatusCode::PAYLOAD_TOO_LARGE, "the request takes more slots than the limit has")
+            }
             Reason::NoRoute => (StatusCode::NOT_FOUND, "no route for this host and path"),
-            Reason::MethodNotAllowed => (
-                StatusCode::METHOD_NOT_ALLOWED,
-                "the route doesn't take this method",
-            ),
-            Reason::BadRequest => (
-                StatusCode::BAD_REQUEST,
-                "the request can't be forwarded safely",
-            ),
-            Reason::ClientTimeout => (
-                StatusCode::REQUEST_TIMEOUT,
-                "the request body came too slowly",
-            ),
-            Reason::UpstreamConnect => (
-                StatusCode::BAD_GATEWAY,
-                "the upstream couldn't be connected to",
-            ),
-            Reason::UpstreamTimeout => (
-                StatusCode::GATEWAY_TIMEOUT,
-                "the upstream didn't answer in time",
-            ),
-            Reason::UpstreamReset => (
-                StatusCode::BAD_GATEWAY,
-                "the upstream closed the connection before it answered",
-            ),
+            Reason::MethodNotAllowed => {
+                (StatusCode::METHOD_NOT_ALLOWED, "the route doesn't take this method")
+            }
+            Reason::BadRequest => {
+                (StatusCode::BAD_REQUEST, "the request can't be forwarded safely")
+            }
+            Reason::ClientTimeout => {
+                (StatusCode::REQUEST_TIMEOUT, "the request body came too slowly")
+            }
+            Reason::UpstreamConnect => {
+                (StatusCode::BAD_GATEWAY, "the upstream couldn't be connected to")
+            }
+            Reason::UpstreamTimeout => {
+                (StatusCode::GATEWAY_TIMEOUT, "the upstream didn't answer in time")
+            }
+            Reason::UpstreamReset => {
+                (StatusCode::BAD_GATEWAY, "the upstream closed the connection before it answered")
+            }
             Reason::MaxHold => (
                 StatusCode::GATEWAY_TIMEOUT,
                 "the request held its slot for longer than the limit allows",
             ),
-            Reason::Internal => (
-                StatusCode::INTERNAL_SERVER_ERROR,
-                "an error inside the proxy",
-            ),
+            Reason::Internal => (StatusCode::INTERNAL_SERVER_ERROR, "an error inside the proxy"),
         }
     }
 }

@@ -1,0 +1,163 @@
+-- heartbeat: keeps an instance present, claims its configuration, renews its holders, re-adds lost ones, drops the
+-- waiters of instances that are gone, mends what a lost key left inconsistent, grants, and tells the sets' state.
+--
+-- Guarantees: a holder that really runs is counted again, above N if need be; one whose lease was still valid starts
+-- a recovery, since others may be missing too.
+--
+-- KEYS and ARGV 1 to 7 and the sets: as in acquire.lua; the sets are distinct
+-- ARGV then: subscribed (0 | 1), leaving (0 | 1), and for each set: number of renewals, and for each of them
+--       id, route, class (from 1), weight, lapsed (0 | 1)
+-- Returns: {-1} if the caller has a newer connection, else
+--       {now, start of recovery, number of granted, granted ids …, number of pending, pending ids …,
+--        number of renewals, then for each a code (0 kept, 1 re-added), then for each set:
+--        slots in force, slots used, waiters, the caller's own waiters, lease in force ms}
+
+local subscribed, leaving = ARGV[arg] == '1', ARGV[arg + 1] == '1'
+arg = arg + 2
+
+if leaving then
+  redis.call('ZREM', instances, me)
+  seen[me] = false
+else
+  redis.call('ZADD', instances, now, me)
+  seen[me] = now
+end
+redis.call('HSET', fleet, 'sub:' .. me, (subscribed and not leaving) and 1 or 0)
+
+local function drop_waiters(set, waiters, instance)
+  redis.call('HDEL', set.meta, 'waiters:' .. instance)
+  if tonumber(waiters[instance] or '0') == 0 then return end
+  waiters[instance] = nil
+  for _, queue in ipairs(set.wait) do
+    for _, id in ipairs(redis.call('ZRANGE', queue, 0, -1)) do
+      local info = info_of(set, id)
+      if info and info.instance == instance then
+        redis.call('ZREM', queue, id)
+        redis.call('HDEL', set.info, id)
+        set.waiting = math.max(0, set.waiting - 1)
+      end
+    end
+  end
+  redis.call('HSET', set.meta, 'waiting', set.waiting)
+end
+
+-- The fields of meta by kind: instance → claim, instance → number of waiters, granted id → instance.
+local function fields_of(set)
+  local kinds = {claim = {}, waiters = {}, pending = {}}
+  local fields = redis.call('HGETALL', set.meta)
+  for i = 1, #fields, 2 do
+    local kind, rest = string.match(fields[i], '^(%a+):(.+)$')
+    if kind then kinds[kind][rest] = fields[i + 1] end
+  end
+  return kinds
+end
+
+local function forget_the_gone(set, meta)
+  if leaving then
+    drop_waiters(set, meta.waiters, me)
+    redis.call('HDEL', set.meta, 'claim:' .. me)
+    meta.claim[me] = nil
+  end
+  for instance, claim in pairs(meta.claim) do
+    if instance ~= me and not seen_within(instance, presence) then
+      drop_waiters(set, meta.waiters, instance)
+      if not seen_within(instance, tonumber(string.match(claim, ' (%d+)$'))) then
+        redis.call('HDEL', set.meta, 'claim:' .. instance)
+        meta.claim[instance] = nil
+      end
+    end
+  end
+  settle_policy(set, meta.claim)
+end
+
+local function renew(set, id, route, class, weight, lapsed)
+  local kept = redis.call('ZSCORE', set.slots, id)
+  if not kept then
+    dequeue(set, id, class)
+    if not lapsed and not recovering(set) then recovery = now end
+  end
+  put_slot(set, id, now, weight)
+  if redis.call('HEXISTS', set.info, id) == 0 then put_info(set, id, me, class, weight, now, route) end
+  return kept and 0 or 1
+end
+
+local function is_waiting(set, id)
+  for _, queue in ipairs(set.wait) do
+    if redis.call('ZSCORE', queue, id) then return true end
+  end
+  return false
+end
+
+local function count_waiters_anew(set)
+  set.waiting = 0
+  local counts = {}
+  for _, queue in ipairs(set.wait) do
+    for _, id in ipairs(redis.call('ZRANGE', queue, 0, -1)) do
+      local info = info_of(set, id)
+      if info then
+        set.waiting = set.waiting + 1
+        counts[info.instance] = (counts[info.instance] or 0) + 1
+      else
+        redis.call('ZREM', queue, id)
+      end
+    end
+  end
+  for instance in pairs(fields_of(set).waiters) do redis.call('HDEL', set.meta, 'waiters:' .. instance) end
+  for instance, count in pairs(counts) do redis.call('HSET', set.meta, 'waiters:' .. instance, count) end
+  redis.call('HSET', set.meta, 'waiting', set.waiting)
+end
+
+-- Mends what the loss of a single key, or a purge, left inconsistent.
+local function tidy(set, meta)
+  for id in pairs(meta.pending) do
+    if not redis.call('ZSCORE', set.slots, id) then
+      redis.call('HDEL', set.meta, 'pending:' .. id)
+      meta.pending[id] = nil
+    end
+  end
+  local total, counted = 0, 0
+  for _, queue in ipairs(set.wait) do total = total + redis.call('ZCARD', queue) end
+  for _, count in pairs(fields_of(set).waiters) do counted = counted + tonumber(count) end
+  if set.waiting ~= total or counted ~= total then count_waiters_anew(set) end
+  local dirty = redis.call('HDEL', set.meta, 'dirty') == 1
+  if dirty or redis.call('HLEN', set.info) > set.used + set.waiting then
+    for _, id in ipairs(redis.call('HKEYS', set.info)) do
+      if not redis.call('ZSCORE', set.slots, id) and not is_waiting(set, id) then
+        redis.call('HDEL', set.info, id)
+      end
+    end
+  end
+end
+
+local pending, renewed, states = {}, {}, {}
+for i, set in ipairs(sets) do
+  open(set, facts[4 + i])
+  local meta = fields_of(set)
+  forget_the_gone(set, meta)
+  local renewals = tonumber(ARGV[arg])
+  arg = arg + 1
+  for _ = 1, renewals do
+    renewed[#renewed + 1] =
+      renew(set, ARGV[arg], ARGV[arg + 1], tonumber(ARGV[arg + 2]), tonumber(ARGV[arg + 3]), ARGV[arg + 4] == '1')
+    arg = arg + 5
+  end
+  tidy(set, meta)
+  local mine = {}
+  for id, instance in pairs(meta.pending) do
+    if instance == me then mine[#mine + 1] = id end
+  end
+  table.sort(mine)
+  for _, id in ipairs(mine) do pending[#pending + 1] = id end
+  grant(set)
+  finish(set)
+  local own = tonumber(redis.call('HGET', set.meta, 'waiters:' .. me) or '0')
+  for _, value in ipairs({set.n, set.used, set.waiting, own, set.lease}) do states[#states + 1] = value end
+end
+write_fleet()
+
+local rest = {#pending}
+for _, id in ipairs(pending) do rest[#rest + 1] = id end
+rest[#rest + 1] = #renewed
+for _, code in ipairs(renewed) do rest[#rest + 1] = code end
+for _, value in ipairs(states) do rest[#rest + 1] = value end
+return reply(granted, rest)

@@ -1,0 +1,29 @@
+-- release: gives back every slot of each id, or its place in a queue; then hands what became free to the best waiters.
+--
+-- Guarantees: idempotent; an id that is unknown frees nothing; each id by itself; the limit isn't read for it.
+--
+-- KEYS and ARGV 1 to 7 and the sets: as in acquire.lua
+-- ARGV then for each id: id, class (from 1), queued (0 | 1), number of wants, and set (from 1) and weight of each want
+-- Returns: {-1} if the caller has a newer connection, else
+--       {now, start of recovery, number of granted, granted ids …, then for each id a code}
+--       with code 0 released, 1 dequeued, 2 unknown
+
+for i, set in ipairs(sets) do open(set, facts[4 + i]) end
+
+local outcomes = {}
+while arg <= #ARGV do
+  local id, class, queued, wants = ARGV[arg], tonumber(ARGV[arg + 1]), ARGV[arg + 2] == '1', tonumber(ARGV[arg + 3])
+  local outcome = 2
+  for w = 1, wants do
+    local set = sets[tonumber(ARGV[arg + 2 + 2 * w])]
+    local one = give_back(set, id, class, tonumber(ARGV[arg + 3 + 2 * w]), queued)
+    if outcome == 2 then outcome = one end
+  end
+  outcomes[#outcomes + 1] = outcome
+  arg = arg + 4 + 2 * wants
+end
+
+for _, set in ipairs(sets) do grant(set) end
+for _, set in ipairs(sets) do finish(set) end
+write_fleet()
+return reply(granted, outcomes)

@@ -1,0 +1,650 @@
+//! The rules of one semaphore: who holds, who waits, who is next.
+
+use std::{
+    collections::{BTreeMap, BTreeSet, HashMap, HashSet},
+    sync::Arc,
+};
+
+use uuid::Uuid;
+
+use super::{
+    Acquire, CLOCK_SLACK, Context, GRANTS_PER_CALL, Released, Renew, Renewed, SetSpec, SetState,
+};
+
+/// One semaphore.
+#[derive(Debug, Default)]
+pub(super) struct Set {
+    /// Holder → score (when the lease was taken or renewed) and weight.
+    slots: HashMap<Uuid, (i64, u32)>,
+    by_score: BTreeSet<(i64, Uuid)>,
+    used: u32,
+    /// What is known of holders and waiters that came through Tidegate. Plain clients have none.
+    info: HashMap<Uuid, Info>,
+    /// Per class: ticket → waiter.
+    wait: Vec<BTreeMap<u64, Uuid>>,
+    meta: Meta,
+    /// What the operation under way has changed, until [`Set::finish`].
+    changed: Changed,
+}
+
+/// Whether members went, and how long those that came will stay.
+#[derive(Debug, Default)]
+struct Changed {
+    removed: bool,
+    until: i64,
+}
+
+/// The small facts of a semaphore.
+#[derive(Debug, Default)]
+struct Meta {
+    /// N in force.
+    slots: Option<u32>,
+    /// The lease in force.
+    lease: i64,
+    waiting: u32,
+    ticket: Option<u64>,
+    /// The recovery after which scores from the future were purged.
+    swept: i64,
+    /// Whether a purge may have left infos behind.
+    dirty: bool,
+    /// Instance → slots and lease of its configuration.
+    claims: HashMap<Uuid, (u32, i64)>,
+    /// Instance → how many of the waiters are its own.
+    waiters: HashMap<Uuid, u32>,
+    /// Granted id → instance, until its owner confirms.
+    pending: HashMap<Uuid, Uuid>,
+}
+
+/// What is known of a holder or a waiter.
+#[derive(Debug, Clone)]
+pub(super) struct Info {
+    instance: Uuid,
+    route: Arc<str>,
+    class: usize,
+    weight: u32,
+    /// When it took its slots, or while it waits, when it began to wait.
+    at: i64,
+    /// Its ticket while it waits, else 0.
+    ticket: u64,
+}
+
+/// What [`Set::take`] did.
+pub(super) enum Take {
+    Taken,
+    Waiting { queue: u32 },
+    Full { queue: u32 },
+    Recovering,
+    TooHeavy,
+}
+
+/// A set for those who look at it.
+#[derive(Clone, Debug, Default)]
+pub struct SetStatus {
+    /// N in force.
+    pub slots: u32,
+    /// Slots taken by holders whose lease isn't over.
+    pub used: u32,
+    /// Per class: how many wait, and for how long the oldest has, ms.
+    pub waiting: Vec<(u32, i64)>,
+    /// Slots by instance.
+    pub by_instance: HashMap<Uuid, u32>,
+    /// When the latest recovery started, store's ms.
+    pub recovery: i64,
+}
+
+/// The cap of a class: its share of the slots, at least one.
+fn cap(spec: &SetSpec, class: usize, slots: u32) -> u32 {
+    let share = spec.classes.get(class).map_or(1.0, |(_, share)| *share);
+    let part = (share * f64::from(slots)).floor() as u32;
+    part.max(1).min(slots)
+}
+
+// === impl Set: policy, loss, purge ===
+
+impl Set {
+    /// Claims the caller's policy, notices a loss, and purges unless in recovery.
+    pub(super) fn open(&mut self, context: &mut Context<'_>, spec: &SetSpec) {
+        let live = context.fleet.live.get(&spec.key).copied().unwrap_or(0);
+        let lost = live > context.now && (self.slots.is_empty() || self.meta.slots.is_none());
+        let claim = (spec.slots, spec.lease);
+        if self.meta.slots.is_none()
+            || self.meta.claims.get(&context.caller.instance) != Some(&claim)
+        {
+            self.meta.claims.insert(context.caller.instance, claim);
+            self.settle_policy(context);
+        }
+        if lost {
+            context.fleet.recovery = context.now;
+            context.fleet.live.remove(&spec.key);
+        }
+        if !self.recovering(context, spec) {
+            self.purge(context);
+        }
+    }
+
+    fn recovering(&self, context: &Context<'_>, spec: &SetSpec) -> bool {
+        context.fleet.recovery > 0 && context.now < context.fleet.recovery + spec.recovery
+    }
+
+    /// N in force = the lowest claim of living instances. Lease in force = the longest of those seen within it.
+    fn settle_policy(&mut self, context: &mut Context<'_>) {
+        let me = context.caller.instance;
+        let claims = || self.meta.claims.iter();
+        let slots = claims()
+            .filter(|&(&instance, _)| instance == me || context.living(instance))
+            .map(|(_, &(slots, _))| slots)
+            .min();
+        let lease = claims()
+            .filter(|&(&instance, &(_, lease))| {
+                instance == me || context.seen_within(instance, lease)
+            })
+            .map(|(_, &(_, lease))| lease)
+            .max();
+        let (Some(slots), Some(lease)) = (slots, lease) else {
+            return;
+        };
+        if self.meta.slots.is_some() && self.meta.lease != lease {
+            context.fleet.recovery = context.now;
+        }
+        self.meta.slots = Some(slots);
+        self.meta.lease = lease;
+    }
+
+    fn purge(&mut self, context: &Context<'_>) {
+        let mut purged = false;
+        let oldest = context.now - self.meta.lease;
+        while let Some(&(score, id)) = self.by_score.first()
+            && score < oldest
+        {
+            self.remove_slot(id);
+            purged = true;
+        }
+        if self.meta.swept != context.fleet.recovery {
+            self.meta.swept = context.fleet.recovery;
+            while let Some(&(score, id)) = self.by_score.last()
+                && score > context.now + CLOCK_SLACK
+            {
+                self.remove_slot(id);
+                purged = true;
+            }
+        }
+        if purged {
+            self.meta.dirty = true;
+        }
+    }
+
+    /// Ends an operation: rewrites `live_until`, the latest end of a lease among our own members.
+    pub(super) fn finish(&mut self, context: &mut Context<'_>, spec: &SetSpec) {
+        let changed = std::mem::take(&mut self.changed);
+        let until = if changed.removed {
+            let own = self.by_score.iter().rev().find(|(_, id)| self.info.contains_key(id));
+            own.map(|(score, _)| score + self.meta.lease)
+        } else if changed.until > 0 {
+            let live = context.fleet.live.get(&spec.key).copied().unwrap_or(0);
+            Some(live.max(changed.until))
+        } else {
+            return;
+        };
+        match (until, context.fleet.live.get_mut(&spec.key)) {
+            (Some(until), Some(live)) => *live = until,
+            (Some(until), None) => {
+                context.fleet.live.insert(Arc::clone(&spec.key), until);
+            }
+            (None, _) => {
+                context.fleet.live.remove(&spec.key);
+            }
+        }
+    }
+}
+
+// === impl Set: take, wait, give back ===
+
+impl Set {
+    /// Takes slots for one want, or waits, or says why not.
+    pub(super) fn take(
+        &mut self,
+        context: &mut Context<'_>,
+        spec: &SetSpec,
+        acquire: &Acquire,
+        weight: u32,
+    ) -> Take {
+        let id = acquire.ask.id;
+        if acquire.again {
+            if self.slots.contains_key(&id) {
+                self.meta.pending.remove(&id);
+                self.put_slot(id, context.now, weight);
+                return Take::Taken;
+            }
+            if self.is_waiting(id) {
+                return Take::Waiting { queue: self.meta.waiting };
+            }
+        }
+        let slots = self.meta.slots.unwrap_or(0);
+        let cap = cap(spec, acquire.ask.class, slots);
+        if slots > 0 && weight > cap {
+            return Take::TooHeavy;
+        }
+        let recovering = self.recovering(context, spec);
+        if !recovering && self.meta.waiting == 0 && self.used + weight <= cap {
+            self.put_slot(id, context.now, weight);
+            self.info.insert(id, Info::of(context, acquire, weight, context.now, 0));
+            return Take::Taken;
+        }
+        let room = acquire.may_wait && self.meta.waiting < spec.queue;
+        if !recovering && self.meta.waiting > 0 && self.used < slots {
+            return self.take_by_turn(context, spec, acquire, weight, room);
+        }
+        match (room, recovering && !acquire.may_wait) {
+            (true, _) => {
+                self.enqueue(context, spec, acquire, weight);
+                Take::Waiting { queue: self.meta.waiting }
+            }
+            (false, true) => Take::Recovering,
+            (false, false) => Take::Full { queue: self.meta.waiting },
+        }
+    }
+
+    /// A slot is free although others wait: the newcomer stands in line with them for it, and never jumps the queue.
+    fn take_by_turn(
+        &mut self,
+        context: &mut Context<'_>,
+        spec: &SetSpec,
+        acquire: &Acquire,
+        weight: u32,
+        room: bool,
+    ) -> Take {
+        let id = acquire.ask.id;
+        self.enqueue(context, spec, acquire, weight);
+        self.grant(context, spec);
+        if self.slots.contains_key(&id) {
+            context.granted.retain(|granted| *granted != id);
+            return Take::Taken;
+        }
+        if room {
+            return Take::Waiting { queue: self.meta.waiting };
+        }
+        self.dequeue(id, acquire.ask.class);
+        Take::Full { queue: self.meta.waiting }
+    }
+
+    fn enqueue(&mut self, context: &Context<'_>, spec: &SetSpec, acquire: &Acquire, weight: u32) {
+        // Above every standing ticket, also where the counter was lost: order survives.
+        let standing =
+            || self.wait.iter().filter_map(|queue| queue.keys().next_back()).max().copied();
+        let ticket = self.meta.ticket.or_else(standing).unwrap_or(0) + 1;
+        self.meta.ticket = Some(ticket);
+        if self.wait.len() < spec.classes.len() {
+            self.wait.resize_with(spec.classes.len(), BTreeMap::new);
+        }
+        self.wait[acquire.ask.class].insert(ticket, acquire.ask.id);
+        let began = context.now - acquire.waited;
+        self.info.insert(acquire.ask.id, Info::of(context, acquire, weight, began, ticket));
+        self.meta.waiting += 1;
+        *self.meta.waiters.entry(context.caller.instance).or_default() += 1;
+    }
+
+    /// Removes an id from slots or queue.
+    pub(super) fn give_back(&mut self, id: Uuid, class: usize, queued: bool) -> Released {
+        if queued {
+            self.meta.pending.remove(&id);
+        }
+        if self.remove_slot(id) {
+            self.info.remove(&id);
+            return Released::Released;
+        }
+        if queued && self.dequeue(id, class) { Released::Dequeued } else { Released::Unknown }
+    }
+
+    /// Removes a waiter together with what is known of it.
+    fn dequeue(&mut self, id: Uuid, class: usize) -> bool {
+        let Some(info) = self.info.get(&id) else {
+            return false;
+        };
+        let (ticket, instance) = (info.ticket, info.instance);
+        let Some(queue) = self.wait.get_mut(class) else {
+            return false;
+        };
+        if queue.remove(&ticket).is_none() {
+            return false;
+        }
+        self.info.remove(&id);
+        self.uncount_waiter(Some(instance));
+        true
+    }
+
+    fn is_waiting(&self, id: Uuid) -> bool {
+        let Some(info) = self.info.get(&id) else {
+            return false;
+        };
+        self.wait.get(info.class).is_some_and(|queue| queue.get(&info.ticket) == Some(&id))
+    }
+
+    fn uncount_waiter(&mut self, instance: Option<Uuid>) {
+        self.meta.waiting = self.meta.waiting.saturating_sub(1);
+        if let Some(count) = instance.and_then(|instance| self.meta.waiters.get_mut(&instance)) {
+            *count = count.saturating_sub(1);
+        }
+    }
+
+    fn put_slot(&mut self, id: Uuid, score: i64, weight: u32) {
+        match self.slots.insert(id, (score, weight)) {
+            Some((old, _)) => {
+                self.by_score.remove(&(old, id));
+            }
+            None => self.used += weight,
+        }
+        self.by_score.insert((score, id));
+        self.changed.until = self.changed.until.max(score + self.meta.lease);
+    }
+
+    fn remove_slot(&mut self, id: Uuid) -> bool {
+        let Some((score, weight)) = self.slots.remove(&id) else {
+            return false;
+        };
+        self.by_score.remove(&(score, id));
+        self.used -= weight;
+        self.changed.removed = true;
+        true
+    }
+}
+
+// === impl Set: grant ===
+
+/// A class's first waiter, as a candidate for the next slot.
+#[derive(PartialEq, Eq, PartialOrd, Ord)]
+struct Head {
+    effective: usize,
+    ticket: u64,
+    class: usize,
+    weight: u32,
+    id: Uuid,
+    instance: Uuid,
+}
+
+impl Set {
+    /// Hands free slots to the best waiters, wherever in the fleet they wait.
+    pub(super) fn grant(&mut self, context: &mut Context<'_>, spec: &SetSpec) {
+        if self.meta.waiting == 0 || self.recovering(context, spec) {
+            return;
+        }
+        let slots = self.meta.slots.unwrap_or(0);
+        let mut deaf = HashSet::new();
+        for _ in 0..GRANTS_PER_CALL {
+            if self.used >= slots {
+                return;
+            }
+            let Some(head) = self.next(context, spec, slots, &deaf) else {
+                return;
+            };
+            if !self.hand_over(context, spec, &head) {
+                deaf.insert(head.instance);
+            }
+        }
+    }
+
+    /// The waiter whose turn it is, if a slot may go to it.
+    fn next(
+        &mut self,
+        context: &Context<'_>,
+        spec: &SetSpec,
+        slots: u32,
+        deaf: &HashSet<Uuid>,
+    ) -> Option<Head> {
+        let mut heads: Vec<Head> = (0..self.wait.len())
+            .filter_map(|class| self.head(context, spec, class, deaf))
+            .collect();
+        heads.sort_unstable();
+        for head in heads {
+            let mut cap_now = cap(spec, head.class, slots);
+            if head.effective < head.class {
+                let aged = cap(spec, head.effective, slots).min(slots).min((slots.max(2)) - 1);
+                cap_now = cap_now.max(aged);
+            }
+            if self.used + head.weight <= cap_now {
+                return Some(head);
+            }
+            // Blocked by its weight: nobody passes, or a heavy head would starve behind light ones.
+            if self.used < cap_now {
+                return None;
+            }
+        }
+        None
+    }
+
+    /// The first waiter of a class whose instance lives and hears. Waiters of the dead are dropped on the way.
+    fn head(
+        &mut self,
+        context: &Context<'_>,
+        spec: &SetSpec,
+        class: usize,
+        deaf: &HashSet<Uuid>,
+    ) -> Option<Head> {
+        let mut from = 0;
+        loop {
+            let (&ticket, &id) = self.wait[class].range(from..).next()?;
+            let info = self.info.get(&id).cloned();
+            match info {
+                Some(info) if context.living(info.instance) => {
+                    if deaf.contains(&info.instance) {
+                        from = ticket + 1;
+                        continue;
+                    }
+                    let waited = (context.now - info.at).max(0);
+                    let effective = class.saturating_sub((waited / spec.ageing) as usize);
+                    return Some(Head {
+                        effective,
+                        ticket,
+                        class,
+                        weight: info.weight,
+                        id,
+                        instance: info.instance,
+                    });
+                }
+                other => {
+                    self.wait[class].remove(&ticket);
+                    self.info.remove(&id);
+                    self.uncount_waiter(other.map(|info| info.instance));
+                }
+            }
+        }
+    }
+
+    /// Moves a waiter into the slots. False if its instance doesn't hear and would let the slot lie.
+    fn hand_over(&mut self, context: &mut Context<'_>, spec: &SetSpec, head: &Head) -> bool {
+        let own = head.instance == context.caller.instance;
+        let score = if own {
+            context.granted.push(head.id);
+            context.now
+        } else {
+            if context.fleet.subscribed.get(&head.instance) == Some(&true) {
+                if !context.listeners.contains(&head.instance) {
+                    return false;
+                }
+                context.pushes.push((head.instance, head.id));
+            }
+            self.meta.pending.insert(head.id, head.instance);
+            context.now - self.meta.lease + spec.grant_ttl
+        };
+        self.wait[head.class].remove(&head.ticket);
+        self.uncount_waiter(Some(head.instance));
+        self.put_slot(head.id, score, head.weight);
+        if let Some(info) = self.info.get_mut(&head.id) {
+            info.at = context.now;
+            info.ticket = 0;
+        }
+        true
+    }
+}
+
+// === impl Set: heartbeat ===
+
+impl Set {
+    /// Drops the waiters of instances that are gone, and their claims once no lease of theirs can last.
+    pub(super) fn forget_the_gone(&mut self, context: &mut Context<'_>, leaving: bool) {
+        let me = context.caller.instance;
+        if leaving {
+            self.drop_waiters(me);
+            self.meta.claims.remove(&me);
+        }
+        let claims: Vec<(Uuid, i64)> =
+            self.meta.claims.iter().map(|(&instance, &(_, lease))| (instance, lease)).collect();
+        for (instance, lease) in claims {
+            if instance == me || context.living(instance) {
+                continue;
+            }
+            self.drop_waiters(instance);
+            if !context.seen_within(instance, lease) {
+                self.meta.claims.remove(&instance);
+            }
+        }
+        self.settle_policy(context);
+    }
+
+    fn drop_waiters(&mut self, instance: Uuid) {
+        if self.meta.waiters.remove(&instance).unwrap_or(0) == 0 {
+            return;
+        }
+        let (info, meta) = (&mut self.info, &mut self.meta);
+        for queue in &mut self.wait {
+            queue.retain(|_, id| {
+                let gone = info.get(id).is_some_and(|info| info.instance == instance);
+                if gone {
+                    info.remove(id);
+                    meta.waiting = meta.waiting.saturating_sub(1);
+                }
+                !gone
+            });
+        }
+    }
+
+    /// Renews a holder; one that was lost is counted again, above N if need be, since its request really runs.
+    pub(super) fn renew(
+        &mut self,
+        context: &mut Context<'_>,
+        spec: &SetSpec,
+        renew: &Renew,
+    ) -> Renewed {
+        let id = renew.ask.id;
+        let kept = self.slots.contains_key(&id);
+        if !kept {
+            self.dequeue(id, renew.ask.class);
+            if !renew.lapsed && !self.recovering(context, spec) {
+                context.fleet.recovery = context.now;
+            }
+        }
+        self.put_slot(id, context.now, renew.weight);
+        self.info.entry(id).or_insert_with(|| Info {
+            instance: context.caller.instance,
+            route: Arc::clone(&renew.ask.route),
+            class: renew.ask.class,
+            weight: renew.weight,
+            at: context.now,
+            ticket: 0,
+        });
+        if kept { Renewed::Kept } else { Renewed::Readded }
+    }
+
+    /// Mends what the loss of a single key, or a purge, left inconsistent.
+    pub(super) fn tidy(&mut self) {
+        let slots = &self.slots;
+        self.meta.pending.retain(|id, _| slots.contains_key(id));
+        let total = self.wait.iter().map(BTreeMap::len).sum::<usize>() as u32;
+        let counted: u32 = self.meta.waiters.values().sum();
+        if self.meta.waiting != total || counted != total {
+            self.count_waiters_anew();
+        }
+        if self.meta.dirty || self.info.len() > (self.used + self.meta.waiting) as usize {
+            self.meta.dirty = false;
+            let unknown: Vec<Uuid> = self
+                .info
+                .keys()
+                .filter(|id| !self.slots.contains_key(id) && !self.is_waiting(**id))
+                .copied()
+                .collect();
+            for id in unknown {
+                self.info.remove(&id);
+            }
+        }
+    }
+
+    fn count_waiters_anew(&mut self) {
+        let (info, meta) = (&self.info, &mut self.meta);
+        meta.waiting = 0;
+        meta.waiters.clear();
+        for queue in &mut self.wait {
+            queue.retain(|_, id| {
+                let Some(info) = info.get(id) else {
+                    return false;
+                };
+                meta.waiting += 1;
+                *meta.waiters.entry(info.instance).or_default() += 1;
+                true
+            });
+        }
+    }
+
+    /// Grants of the caller's waiters that it may not have heard of.
+    pub(super) fn collect_pending(&self, context: &Context<'_>, pending: &mut Vec<Uuid>) {
+        let me = context.caller.instance;
+        let mut mine: Vec<Uuid> = self
+            .meta
+            .pending
+            .iter()
+            .filter(|&(_, &instance)| instance == me)
+            .map(|(&id, _)| id)
+            .collect();
+        mine.sort_unstable();
+        pending.append(&mut mine);
+    }
+
+    pub(super) fn state(&self, context: &Context<'_>) -> SetState {
+        SetState {
+            slots: self.meta.slots.unwrap_or(0),
+            used: self.used,
+            waiting: self.meta.waiting,
+            mine: self.meta.waiters.get(&context.caller.instance).copied().unwrap_or(0),
+            lease: self.meta.lease,
+        }
+    }
+
+    pub(super) fn status(&self, now: i64, recovery: i64) -> SetStatus {
+        let mut by_instance = HashMap::new();
+        let oldest_valid = now - self.meta.lease;
+        let mut used = 0;
+        for (id, &(score, weight)) in &self.slots {
+            if score < oldest_valid {
+                continue;
+            }
+            used += weight;
+            if let Some(info) = self.info.get(id) {
+                *by_instance.entry(info.instance).or_default() += weight;
+            }
+        }
+        let oldest = |queue: &BTreeMap<u64, Uuid>| {
+            let first = queue.values().next().and_then(|id| self.info.get(id));
+            first.map_or(0, |info| (now - info.at).max(0))
+        };
+        SetStatus {
+            slots: self.meta.slots.unwrap_or(0),
+            used,
+            waiting: self.wait.iter().map(|queue| (queue.len() as u32, oldest(queue))).collect(),
+            by_instance,
+            recovery,
+        }
+    }
+}
+
+// === impl Info ===
+
+impl Info {
+    fn of(context: &Context<'_>, acquire: &Acquire, weight: u32, at: i64, ticket: u64) -> Self {
+        Self {
+            instance: context.caller.instance,
+            route: Arc::clone(&acquire.ask.route),
+            class: acquire.ask.class,
+            weight,
+            at,
+            ticket,
+        }
+    }
+}
