@@ -5,22 +5,40 @@ use std::{sync::Arc, time::Duration};
 use tokio::time::Instant;
 use uuid::Uuid;
 
-use crate::{config::Config, reason::Reason};
+use crate::{
+    config::{Config, Limit, Recovery},
+    leases::{Lease, Leases, LimitSettings, Outlook, Refused, Settings, Why},
+    reason::Reason,
+    store::{Ask, SetSpec, SlotStore, Want},
+};
+
+/// A lease that outlives every process: a store inside the process forgets when the process does.
+const FOREVER: Duration = Duration::from_secs(100 * 365 * 24 * 3600);
 
 /// Hands out permits for the slots of every limit.
 #[derive(Debug)]
 pub struct Admission {
-    routes: Vec<Vec<Arc<tokio::sync::Semaphore>>>,
+    leases: Leases,
+    routes: Vec<RoutePlan>,
+    max_hold: Vec<Option<Duration>>,
+}
+
+/// What a request on a route asks for.
+#[derive(Debug)]
+struct RoutePlan {
+    name: Arc<str>,
+    wants: Arc<[Want]>,
+    max_hold: Option<Duration>,
 }
 
 /// The in-process guard that owns a holder: while it lives the request has its slots, and dropping it gives them back.
 #[must_use = "dropping a permit gives its slots back"]
 #[derive(Debug)]
 pub struct Permit {
-    id: Uuid,
+    /// None where the route has no limit.
+    lease: Option<Lease>,
     taken: Instant,
     max_hold: Option<Duration>,
-    _slots: Vec<tokio::sync::OwnedSemaphorePermit>,
 }
 
 /// Why a request wasn't admitted. Nothing of it is kept anywhere.
@@ -35,19 +53,25 @@ pub struct Refusal {
 }
 
 impl Admission {
-    /// STUB until the stores land.
-    pub fn stub(config: &Config) -> Arc<Self> {
-        let slots: Vec<_> = config
-            .limits
-            .iter()
-            .map(|limit| Arc::new(tokio::sync::Semaphore::new(limit.slots as usize)))
-            .collect();
-        let routes = config
-            .routes
-            .iter()
-            .map(|route| route.limits.iter().map(|&limit| Arc::clone(&slots[limit])).collect())
-            .collect();
-        Arc::new(Self { routes })
+    /// Starts the lease keeper of this instance on the current runtime.
+    pub fn start(config: &Config, store: Arc<dyn SlotStore>) -> Arc<Self> {
+        let local = store.local().is_some();
+        let op_timeout = config.store.op_timeout;
+        let limits: Vec<LimitSettings> =
+            config.limits.iter().map(|limit| limit_settings(limit, op_timeout, local)).collect();
+        let plan = |route: &crate::config::Route| RoutePlan {
+            name: Arc::clone(&route.name),
+            wants: route
+                .limits
+                .iter()
+                .map(|&limit| Want { set: Arc::clone(&limits[limit].set), weight: 1 })
+                .collect(),
+            max_hold: route.limits.iter().filter_map(|&limit| config.limits[limit].max_hold).min(),
+        };
+        let routes = config.routes.iter().map(plan).collect();
+        let max_hold = config.limits.iter().map(|limit| limit.max_hold).collect();
+        let settings = settings(config, limits, local);
+        Arc::new(Self { leases: Leases::start(store, settings), routes, max_hold })
     }
 
     /// Takes a slot of every limit of the route, waiting in their queues if need be.
@@ -58,18 +82,45 @@ impl Admission {
     /// # Errors
     /// A [`Refusal`] when a limit, the store or this process won't take the request.
     pub async fn admit(&self, route: usize) -> Result<Permit, Refusal> {
-        let mut slots = Vec::new();
-        for limit in &self.routes[route] {
-            slots.push(Arc::clone(limit).acquire_owned().await.expect("never closed"));
+        let plan = &self.routes[route];
+        if plan.wants.is_empty() {
+            return Ok(Permit { lease: None, taken: Instant::now(), max_hold: None });
         }
-        Ok(Permit { id: Uuid::now_v7(), taken: Instant::now(), max_hold: None, _slots: slots })
+        let ask = Ask {
+            id: Uuid::now_v7(),
+            wants: Arc::clone(&plan.wants),
+            class: 0,
+            route: Arc::clone(&plan.name),
+        };
+        let lease = self.leases.acquire(ask).await?;
+        Ok(Permit { taken: lease.taken(), lease: Some(lease), max_hold: plan.max_hold })
+    }
+
+    /// Refuses whoever waits or comes, from now on.
+    pub fn drain(&self) {
+        self.leases.drain();
+    }
+
+    /// Waits until every slot is given back, but not longer than `patience`.
+    pub async fn leave(&self, patience: Duration) {
+        self.leases.leave(patience).await;
+    }
+
+    /// What is known of the store and of every limit, as of the last heartbeat.
+    pub fn outlook(&self) -> Outlook {
+        self.leases.outlook()
+    }
+
+    /// The longest hold of a limit.
+    pub fn max_hold(&self, limit: usize) -> Option<Duration> {
+        self.max_hold[limit]
     }
 }
 
 impl Permit {
-    /// The id under which the slots are taken, new for every request.
-    pub fn holder(&self) -> Uuid {
-        self.id
+    /// The id under which the slots are taken, new for every request; none where the route has no limit.
+    pub fn holder(&self) -> Option<Uuid> {
+        self.lease.as_ref().map(Lease::id)
     }
 
     /// When the slots were taken.
@@ -80,5 +131,62 @@ impl Permit {
     /// The longest this request may keep its slots; the shortest of its limits.
     pub fn max_hold(&self) -> Option<Duration> {
         self.max_hold
+    }
+}
+
+impl From<Refused> for Refusal {
+    fn from(refused: Refused) -> Self {
+        let reason = match refused.why {
+            Why::Full => Reason::QueueFull,
+            Why::QueueTimeout => Reason::QueueTimeout,
+            Why::Recovering => Reason::Recovering,
+            Why::TooHeavy => Reason::TooHeavy,
+            Why::StoreDown => Reason::StoreDown,
+            Why::Draining => Reason::Draining,
+        };
+        Self { reason, limit: refused.limit, expected_wait: refused.expected_wait }
+    }
+}
+
+// === intervals: they follow the lease ===
+
+fn heartbeat_of(lease: Duration) -> Duration {
+    Duration::from_secs(1).min(lease / 4)
+}
+
+fn limit_settings(limit: &Limit, op_timeout: Duration, local: bool) -> LimitSettings {
+    let lease = if local { FOREVER } else { limit.lease };
+    let recovery = match (local, limit.recovery) {
+        (true, _) => Duration::ZERO,
+        (false, Recovery::Fast) => Duration::from_secs(2),
+        (false, Recovery::Strict) => lease + op_timeout,
+    };
+    let ms = |duration: Duration| duration.as_millis() as i64;
+    let set = SetSpec {
+        key: Arc::clone(&limit.name),
+        slots: limit.slots,
+        lease: ms(lease),
+        grant_ttl: ms(Duration::from_secs(3).min(lease / 2)),
+        recovery: ms(recovery),
+        queue: limit.queue.size,
+        ageing: 5_000,
+        classes: Arc::from([(Arc::from("normal"), 1.0)]),
+    };
+    LimitSettings { set: Arc::new(set), renew: lease / 3, queue_timeout: limit.queue.timeout }
+}
+
+fn settings(config: &Config, limits: Vec<LimitSettings>, local: bool) -> Settings {
+    let shortest = config.limits.iter().map(|limit| limit.lease).min();
+    let shortest = shortest.unwrap_or(Duration::from_secs(15));
+    let heartbeat = heartbeat_of(shortest);
+    let gap = (shortest / 3 + Duration::from_secs(2)).min(shortest / 2);
+    let (gap, presence) = if local { (FOREVER, FOREVER) } else { (gap, 3 * heartbeat) };
+    Settings {
+        instance: Uuid::now_v7(),
+        limits,
+        heartbeat,
+        gap,
+        presence,
+        op_timeout: config.store.op_timeout,
     }
 }

@@ -2,6 +2,7 @@
 
 pub mod admission;
 pub mod config;
+pub mod leases;
 pub mod ledger;
 pub mod reason;
 pub mod store;

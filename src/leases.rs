@@ -1,0 +1,436 @@
+//! The lease keeper: the one owner of every command that goes to the store.
+//!
+//! Requests hold handles: a [`Pending`] while they ask, a [`Lease`] once they hold slots. Both give everything back by
+//! being dropped, which puts one message into the inbox and never blocks. The keeper (`keeper.rs`) is a state machine
+//! without I/O; this file drives it, either with an ordered connection (`drive`), or, where the store answers at once,
+//! on the thread of whoever has something to say (`combine`).
+//!
+//! Several calls may be in flight; whatever arrives meanwhile goes out together with the next one.
+
+use std::{
+    future::Future,
+    pin::Pin,
+    sync::{Arc, Mutex, MutexGuard, TryLockError},
+    task::{Context, Poll},
+    time::Duration,
+};
+
+use futures_util::{StreamExt, future::poll_immediate, stream::FuturesUnordered};
+use tokio::{
+    sync::{Notify, oneshot},
+    time::Instant,
+};
+use uuid::Uuid;
+
+use crate::store::{Ask, BoxFuture, Call, Link, Reply, SetState, SlotStore, StoreError};
+
+mod keeper;
+
+use keeper::{Keeper, Message};
+pub use keeper::{LimitSettings, Refused, Settings, Why};
+
+/// How many calls may be unanswered. More shortens the way of a lone request, fewer makes larger batches.
+const CALLS_IN_FLIGHT: usize = 2;
+/// Between two attempts to connect, at most; half to all of it is drawn.
+const RECONNECT_PAUSE_MAX: Duration = Duration::from_secs(1);
+
+/// A handle to the keeper of this instance.
+#[derive(Clone, Debug)]
+pub struct Leases {
+    desk: Arc<Desk>,
+}
+
+/// What handles and keeper share.
+#[derive(Debug)]
+struct Desk {
+    store: Arc<dyn SlotStore>,
+    inbox: Mutex<Vec<Message>>,
+    keeper: Mutex<Keeper>,
+    wake: Notify,
+    idle: Notify,
+}
+
+/// Slots that are held. Dropping it gives them back.
+#[must_use = "dropping a lease gives its slots back"]
+#[derive(Debug)]
+pub struct Lease {
+    desk: Arc<Desk>,
+    id: Uuid,
+    taken: Instant,
+}
+
+/// A request for slots, under way. Dropping it takes the request back, whatever became of it.
+#[must_use = "dropping it takes the request back"]
+#[derive(Debug)]
+pub struct Pending {
+    desk: Arc<Desk>,
+    id: Uuid,
+    answer: oneshot::Receiver<Result<Lease, Refused>>,
+    answered: bool,
+}
+
+/// What the keeper knows of the store.
+#[derive(Clone, Debug)]
+pub struct Outlook {
+    /// Whether the store answers.
+    pub up: bool,
+    /// Whether a first heartbeat was answered and its recovery is over.
+    pub started: bool,
+    /// Whether any set is in recovery.
+    pub recovering: bool,
+    /// The sets as of the last heartbeat, in the order of the settings.
+    pub sets: Vec<SetState>,
+    /// Slots that this instance holds, per set.
+    pub local: Vec<u32>,
+    /// Mean hold time, per set, where one was measured.
+    pub hold: Vec<Option<Duration>>,
+}
+
+// === impl Leases ===
+
+impl Leases {
+    /// Starts the keeper of an instance on the current runtime.
+    pub fn start(store: Arc<dyn SlotStore>, settings: Settings) -> Self {
+        let instance = settings.instance;
+        let desk = Arc::new(Desk {
+            keeper: Mutex::new(Keeper::new(settings, Instant::now())),
+            inbox: Mutex::new(Vec::new()),
+            wake: Notify::new(),
+            idle: Notify::new(),
+            store: Arc::clone(&store),
+        });
+        let weak = Arc::downgrade(&desk);
+        store.subscribe(
+            instance,
+            Arc::new(move |event| {
+                if let Some(desk) = weak.upgrade() {
+                    desk.say(Message::Event(event));
+                }
+            }),
+        );
+        let keeper = tokio::spawn(run(Arc::clone(&desk)));
+        tokio::spawn(async move {
+            // Without renewals the slots of running requests would be given to others.
+            if keeper.await.is_err_and(|error| error.is_panic()) {
+                tracing::error!(
+                    "the lease keeper failed; the process can't go on without renewals"
+                );
+                std::process::abort();
+            }
+        });
+        Self { desk }
+    }
+
+    /// Asks for slots. `ask.id` was never used before.
+    pub fn acquire(&self, ask: Ask) -> Pending {
+        let (sender, answer) = oneshot::channel();
+        let id = ask.id;
+        let pending = Pending { desk: Arc::clone(&self.desk), id, answer, answered: false };
+        self.desk.say(Message::Acquire { ask, asked: Instant::now(), answer: sender });
+        pending
+    }
+
+    /// Refuses whoever waits or comes, from now on.
+    pub fn drain(&self) {
+        self.desk.say(Message::Drain);
+    }
+
+    /// Waits until every slot is given back, then takes leave of the store; not longer than `patience`.
+    pub async fn leave(&self, patience: Duration) {
+        self.desk.say(Message::Leave);
+        let left = async {
+            loop {
+                let idle = self.desk.idle.notified();
+                if self.desk.lock().has_left() {
+                    return;
+                }
+                idle.await;
+            }
+        };
+        let _ = tokio::time::timeout(patience, left).await;
+    }
+
+    /// What is known now.
+    pub fn outlook(&self) -> Outlook {
+        self.desk.lock().outlook(Instant::now())
+    }
+}
+
+// === impl Desk ===
+
+impl Desk {
+    fn lock(&self) -> MutexGuard<'_, Keeper> {
+        self.keeper.lock().unwrap_or_else(|_| std::process::abort())
+    }
+
+    fn inbox(&self) -> MutexGuard<'_, Vec<Message>> {
+        self.inbox.lock().expect("nothing panics while the inbox is locked")
+    }
+
+    fn say(self: &Arc<Self>, message: Message) {
+        self.inbox().push(message);
+        if self.store.local().is_some() {
+            self.combine();
+        } else {
+            self.wake.notify_one();
+        }
+    }
+
+    /// Works off the inbox, unless somebody else does: then that one looks again before it goes.
+    fn combine(self: &Arc<Self>) {
+        let store = self.store.local().expect("combining needs a store that answers at once");
+        loop {
+            let mut keeper = match self.keeper.try_lock() {
+                Ok(keeper) => keeper,
+                Err(TryLockError::WouldBlock) => return,
+                Err(TryLockError::Poisoned(_)) => std::process::abort(),
+            };
+            let now = Instant::now();
+            self.read_inbox(&mut keeper, now);
+            while let Some(call) = keeper.next_call(now) {
+                let reply = store.apply(keeper.caller(), &call);
+                keeper.on_reply(call, now, now, reply);
+            }
+            let rearm = keeper.alarm_moved();
+            self.deliver(keeper);
+            if rearm {
+                self.wake.notify_one();
+            }
+            if self.inbox().is_empty() {
+                return;
+            }
+        }
+    }
+
+    fn read_inbox(&self, keeper: &mut Keeper, now: Instant) {
+        let messages = std::mem::take(&mut *self.inbox());
+        for message in messages {
+            keeper.read(message, now);
+        }
+        keeper.expire(now);
+    }
+
+    /// Tells requests what became of them. One that is gone drops its lease, which is a message like any other.
+    fn deliver(self: &Arc<Self>, mut keeper: MutexGuard<'_, Keeper>) {
+        let answers = keeper.take_answers();
+        let left = keeper.has_left();
+        drop(keeper);
+        for answer in answers {
+            let outcome =
+                answer.outcome.map(|taken| Lease { desk: Arc::clone(self), id: answer.id, taken });
+            let _ = answer.to.send(outcome);
+        }
+        if left {
+            self.idle.notify_waiters();
+        }
+    }
+}
+
+// === the task ===
+
+type Flight = BoxFuture<'static, Flown>;
+
+struct Flown {
+    epoch: u64,
+    call: Call,
+    sent: Instant,
+    result: Result<Reply, StoreError>,
+}
+
+async fn run(desk: Arc<Desk>) {
+    if desk.store.local().is_some() {
+        return ring_alarms(desk).await;
+    }
+    let mut failures = 0;
+    loop {
+        match open(&desk).await {
+            Ok(link) => {
+                drive(&desk, link, &mut failures).await;
+            }
+            Err(error) => {
+                failures += 1;
+                tracing::debug!(%error, "no connection to the store");
+            }
+        }
+        if desk.lock().has_left() {
+            return;
+        }
+        pause(&desk, failures).await;
+    }
+}
+
+/// A local store needs no connection, but somebody must notice that time has passed.
+async fn ring_alarms(desk: Arc<Desk>) {
+    loop {
+        desk.combine();
+        let alarm = desk.lock().alarm(Instant::now());
+        tokio::select! {
+            () = tokio::time::sleep_until(alarm) => {}
+            () = desk.wake.notified() => {}
+        }
+        if desk.lock().has_left() {
+            return;
+        }
+    }
+}
+
+/// Opens a connection, and answers meanwhile those who can't wait for it.
+async fn open(desk: &Arc<Desk>) -> Result<Arc<dyn Link>, StoreError> {
+    let mut opening = desk.store.open();
+    loop {
+        let alarm = turn_away(desk);
+        tokio::select! {
+            opened = &mut opening => return opened,
+            () = desk.wake.notified() => {}
+            () = tokio::time::sleep_until(alarm) => {}
+        }
+    }
+}
+
+/// Waits before the next attempt to connect, longer each time.
+async fn pause(desk: &Arc<Desk>, failures: u32) {
+    let longest = RECONNECT_PAUSE_MAX.min(Duration::from_millis(25) * (1 << failures.min(6)));
+    let until = Instant::now() + longest.mul_f64(0.5 + fastrand::f64() / 2.0);
+    loop {
+        let alarm = turn_away(desk).min(until);
+        tokio::select! {
+            () = desk.wake.notified() => {}
+            () = tokio::time::sleep_until(alarm) => {}
+        }
+        if Instant::now() >= until {
+            return;
+        }
+    }
+}
+
+/// Reads the inbox while there is no connection; returns when to look again.
+fn turn_away(desk: &Arc<Desk>) -> Instant {
+    let now = Instant::now();
+    let mut keeper = desk.lock();
+    desk.read_inbox(&mut keeper, now);
+    keeper.turn_away(now);
+    let alarm = keeper.alarm(now);
+    desk.deliver(keeper);
+    alarm
+}
+
+/// Runs one connection until it fails or the instance has left.
+async fn drive(desk: &Arc<Desk>, link: Arc<dyn Link>, failures: &mut u32) {
+    let epoch = desk.lock().connected(Instant::now());
+    let mut flights: FuturesUnordered<Flight> = FuturesUnordered::new();
+    loop {
+        let mut broken = false;
+        let mut flown = depart(desk, &link, epoch, &mut flights).await;
+        if flown.is_empty() {
+            let alarm = desk.lock().alarm(Instant::now());
+            tokio::select! {
+                Some(landed) = flights.next() => flown.push(landed),
+                () = desk.wake.notified() => {}
+                () = tokio::time::sleep_until(alarm), if flights.len() < CALLS_IN_FLIGHT => {}
+            }
+        }
+        for landed in flown {
+            broken |= land(desk, landed);
+        }
+        if broken {
+            // What is still in flight has an unknown outcome too: dropped here, asked again on the next connection.
+            *failures += 1;
+            desk.lock().disconnected(*failures);
+            return;
+        }
+        *failures = 0;
+        if desk.lock().has_left() {
+            return;
+        }
+    }
+}
+
+/// Sends what the keeper has to say, as far as calls may be in flight; returns those answered on the spot.
+async fn depart(
+    desk: &Arc<Desk>,
+    link: &Arc<dyn Link>,
+    epoch: u64,
+    flights: &mut FuturesUnordered<Flight>,
+) -> Vec<Flown> {
+    let mut answered = Vec::new();
+    {
+        let now = Instant::now();
+        let mut keeper = desk.lock();
+        desk.read_inbox(&mut keeper, now);
+        desk.deliver(keeper);
+    }
+    while flights.len() < CALLS_IN_FLIGHT {
+        let sent = Instant::now();
+        let (caller, call) = {
+            let mut keeper = desk.lock();
+            let Some(call) = keeper.next_call(sent) else { break };
+            (keeper.caller().clone(), call)
+        };
+        let link = Arc::clone(link);
+        let mut flight: Flight = Box::pin(async move {
+            let result = link.call(&caller, &call).await;
+            Flown { epoch, call, sent, result }
+        });
+        // The first poll sends, so polling here keeps the order.
+        match poll_immediate(&mut flight).await {
+            Some(landed) => answered.push(landed),
+            None => flights.push(flight),
+        }
+    }
+    answered
+}
+
+/// Takes an answer in. True if the connection can't be trusted any more.
+fn land(desk: &Arc<Desk>, flown: Flown) -> bool {
+    let mut keeper = desk.lock();
+    debug_assert_eq!(
+        flown.epoch,
+        keeper.caller().epoch,
+        "answers of older connections are dropped"
+    );
+    let broken = flown.result.is_err();
+    if let Err(error) = &flown.result {
+        tracing::debug!(%error, "a call to the store failed");
+    }
+    keeper.on_reply(flown.call, flown.sent, Instant::now(), flown.result);
+    desk.deliver(keeper);
+    broken
+}
+
+// === impl Lease and Pending ===
+
+impl Lease {
+    /// The holder id.
+    pub fn id(&self) -> Uuid {
+        self.id
+    }
+
+    /// When the slots were taken, by this instance's clock.
+    pub fn taken(&self) -> Instant {
+        self.taken
+    }
+}
+
+impl Drop for Lease {
+    fn drop(&mut self) {
+        self.desk.say(Message::Release(self.id));
+    }
+}
+
+impl Future for Pending {
+    type Output = Result<Lease, Refused>;
+
+    fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Self::Output> {
+        let answer = std::task::ready!(Pin::new(&mut self.answer).poll(context));
+        self.answered = true;
+        Poll::Ready(answer.unwrap_or(Err(Refused::GONE)))
+    }
+}
+
+impl Drop for Pending {
+    fn drop(&mut self) {
+        if !self.answered {
+            self.desk.say(Message::Release(self.id));
+        }
+    }
+}

@@ -1,0 +1,886 @@
+//! The keeper's state machine: what each holder and waiter of this instance is up to. No I/O, no clock of its own.
+
+use std::{
+    collections::{BTreeSet, HashMap, VecDeque},
+    mem,
+    sync::Arc,
+    time::Duration,
+};
+
+use tokio::{sync::oneshot, time::Instant};
+use uuid::Uuid;
+
+use super::{Lease, Outlook};
+use crate::store::{
+    Acquire, Acquired, Ask, Beat, BeatReply, Call, Caller, Event, Heartbeat, Release, Renew,
+    Renewed, Reply, SetSpec, SetState, Stamp, StoreError, Want,
+};
+
+/// How many requests, and how many releases, go into one call.
+const BATCH: usize = 128;
+/// How many renewals go into one call.
+const RENEWALS_PER_CALL: usize = 512;
+/// How much a new hold time counts in the mean.
+const HOLD_SMOOTHING: f64 = 0.1;
+/// So many failures in a row and nobody waits for the store any more.
+const FAILURES_TO_GIVE_UP: u32 = 3;
+
+/// How an instance keeps its leases.
+#[derive(Clone, Debug)]
+pub struct Settings {
+    /// New for every start of a process.
+    pub instance: Uuid,
+    /// Every limit, in the order of the configuration.
+    pub limits: Vec<LimitSettings>,
+    /// Between two heartbeats.
+    pub heartbeat: Duration,
+    /// A fleet silent for longer may have lost holders.
+    pub gap: Duration,
+    /// An instance silent for longer is gone.
+    pub presence: Duration,
+    /// How long a request waits for a store that doesn't answer.
+    pub op_timeout: Duration,
+}
+
+/// One limit, for the keeper.
+#[derive(Clone, Debug)]
+pub struct LimitSettings {
+    /// For the store.
+    pub set: Arc<SetSpec>,
+    /// Between two renewals, at most.
+    pub renew: Duration,
+    /// How long a request may wait.
+    pub queue_timeout: Duration,
+}
+
+/// A request wasn't given its slots; nothing of it is kept.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Refused {
+    /// Why.
+    pub why: Why,
+    /// Index of the limit.
+    pub limit: Option<usize>,
+    /// How long a newcomer would wait, where hold times were measured.
+    pub expected_wait: Option<Duration>,
+}
+
+/// Why a request wasn't given its slots.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Why {
+    /// No slot and no room to wait.
+    Full,
+    /// Waited for as long as one may.
+    QueueTimeout,
+    /// Nobody is admitted yet and the request may not wait.
+    Recovering,
+    /// More slots than there are.
+    TooHeavy,
+    /// The store doesn't answer.
+    StoreDown,
+    /// This instance is stopping.
+    Draining,
+}
+
+/// What handles tell the keeper.
+#[derive(Debug)]
+pub(super) enum Message {
+    Acquire { ask: Ask, asked: Instant, answer: oneshot::Sender<Result<Lease, Refused>> },
+    Release(Uuid),
+    Event(Event),
+    Drain,
+    Leave,
+}
+
+/// What the keeper tells a request: when its slots were taken, or why not.
+#[derive(Debug)]
+pub(super) struct Answer {
+    pub(super) id: Uuid,
+    pub(super) to: oneshot::Sender<Result<Lease, Refused>>,
+    pub(super) outcome: Result<Instant, Refused>,
+}
+
+/// The keeper of one instance.
+#[derive(Debug)]
+pub(super) struct Keeper {
+    settings: Settings,
+    caller: Caller,
+    entries: HashMap<Uuid, Entry>,
+    /// Ids to ask for; an entry that moved on meanwhile is skipped.
+    new: VecDeque<Uuid>,
+    /// Ids to release.
+    gone: VecDeque<Uuid>,
+    /// When waiters give up.
+    deadlines: BTreeSet<(Instant, Uuid)>,
+    answers: Vec<Answer>,
+    next_beat: Instant,
+    /// Holders not confirmed since then are renewed at once.
+    renew_since: Instant,
+    /// Renewals are left over from before a new connection or recovery; nobody new is asked for until they are out.
+    reasserting: bool,
+    recovery: RecoveryView,
+    subscribed: bool,
+    connected: bool,
+    /// Nobody waits for the store while it is down.
+    down: bool,
+    draining: bool,
+    leaving: Leaving,
+    alarm: Instant,
+    limits: Vec<LimitState>,
+    started: bool,
+    pub(super) readded: u64,
+}
+
+#[derive(Debug, Default, Clone)]
+struct LimitState {
+    seen: SetState,
+    local: u32,
+    hold: Option<f64>,
+}
+
+/// The store's latest recovery, in this instance's time.
+#[derive(Debug)]
+struct RecoveryView {
+    /// The store's own time of its start, to tell one from the next.
+    start: i64,
+    began: Instant,
+    /// Per limit.
+    ends: Vec<Instant>,
+    alarm: Option<Instant>,
+}
+
+#[derive(Debug, PartialEq, Eq, Clone, Copy)]
+enum Leaving {
+    No,
+    Wanted,
+    Said,
+    Done,
+}
+
+#[derive(Debug)]
+struct Entry {
+    ask: Ask,
+    phase: Phase,
+    answer: Option<oneshot::Sender<Result<Lease, Refused>>>,
+    asked: Instant,
+    /// The store may know the id already.
+    again: bool,
+    /// The id may be in a queue or hold an unconfirmed grant.
+    queued: bool,
+    /// A push came before the store's answer did.
+    pushed: bool,
+    /// How many of the wants are held.
+    held: usize,
+    /// When the last operation was sent that confirmed the lease.
+    confirmed: Instant,
+    /// When the last renewal was sent.
+    renewed: Instant,
+    taken: Instant,
+    deadline: Option<Instant>,
+}
+
+#[derive(Debug, PartialEq, Eq, Clone, Copy)]
+enum Phase {
+    /// To be asked for.
+    New,
+    /// Asked for, not answered.
+    Asked,
+    /// In a queue of the store.
+    Waiting,
+    /// Every want is held and the lease was handed over.
+    Held,
+    /// To be released.
+    Leaving,
+    /// Released, not acknowledged.
+    Releasing,
+}
+
+impl Refused {
+    /// The keeper is gone: only while the process ends.
+    pub(super) const GONE: Self = Self { why: Why::Draining, limit: None, expected_wait: None };
+}
+
+fn ms(duration: Duration) -> i64 {
+    duration.as_millis().min(i64::MAX as u128 / 4) as i64
+}
+
+impl Keeper {
+    pub(super) fn new(settings: Settings, now: Instant) -> Self {
+        let caller = Caller {
+            instance: settings.instance,
+            epoch: 1,
+            gap: ms(settings.gap),
+            presence: ms(settings.presence),
+        };
+        let recovery = RecoveryView {
+            start: 0,
+            began: now,
+            ends: vec![now; settings.limits.len()],
+            alarm: None,
+        };
+        Self {
+            limits: vec![LimitState::default(); settings.limits.len()],
+            caller,
+            entries: HashMap::new(),
+            new: VecDeque::new(),
+            gone: VecDeque::new(),
+            deadlines: BTreeSet::new(),
+            answers: Vec::new(),
+            next_beat: now,
+            renew_since: now,
+            reasserting: false,
+            recovery,
+            subscribed: false,
+            connected: true,
+            down: false,
+            draining: false,
+            leaving: Leaving::No,
+            alarm: now,
+            started: false,
+            readded: 0,
+            settings,
+        }
+    }
+
+    pub(super) fn caller(&self) -> &Caller {
+        &self.caller
+    }
+
+    pub(super) fn take_answers(&mut self) -> Vec<Answer> {
+        mem::take(&mut self.answers)
+    }
+
+    pub(super) fn has_left(&self) -> bool {
+        self.leaving == Leaving::Done
+    }
+
+    fn limit_of(&self, set: &SetSpec) -> Option<usize> {
+        self.settings.limits.iter().position(|limit| limit.set.key == set.key)
+    }
+}
+
+// === impl Keeper: messages ===
+
+impl Keeper {
+    pub(super) fn read(&mut self, message: Message, now: Instant) {
+        match message {
+            Message::Acquire { ask, asked, answer } => self.on_acquire(ask, asked, answer, now),
+            Message::Release(id) => self.on_release(id, now),
+            Message::Event(Event::Granted(id)) => self.on_push(id, now),
+            Message::Event(event @ (Event::Subscribed | Event::Unsubscribed)) => {
+                self.subscribed = event == Event::Subscribed;
+                self.next_beat = now;
+            }
+            Message::Drain => self.drain(now),
+            Message::Leave => {
+                if self.leaving == Leaving::No {
+                    self.leaving = Leaving::Wanted;
+                }
+            }
+        }
+    }
+
+    fn on_acquire(
+        &mut self,
+        ask: Ask,
+        asked: Instant,
+        answer: oneshot::Sender<Result<Lease, Refused>>,
+        now: Instant,
+    ) {
+        let id = ask.id;
+        let why = if self.draining {
+            Some(Why::Draining)
+        } else if self.down {
+            Some(Why::StoreDown)
+        } else {
+            None
+        };
+        if let Some(why) = why {
+            let outcome = Err(Refused { why, limit: None, expected_wait: None });
+            self.answers.push(Answer { id, to: answer, outcome });
+            return;
+        }
+        let entry = Entry {
+            ask,
+            phase: Phase::New,
+            answer: Some(answer),
+            asked,
+            again: false,
+            queued: false,
+            pushed: false,
+            held: 0,
+            confirmed: now,
+            renewed: now,
+            taken: now,
+            deadline: None,
+        };
+        self.entries.insert(id, entry);
+        self.new.push_back(id);
+    }
+
+    /// A handle was dropped.
+    fn on_release(&mut self, id: Uuid, now: Instant) {
+        let Some(entry) = self.entries.get_mut(&id) else { return };
+        match entry.phase {
+            Phase::Leaving | Phase::Releasing => return,
+            Phase::New if !entry.again => {
+                self.entries.remove(&id);
+                return;
+            }
+            Phase::Held => {
+                let held_for = now.duration_since(entry.taken);
+                let wants = Arc::clone(&entry.ask.wants);
+                self.count_hold(&wants, held_for);
+            }
+            _ => {}
+        }
+        self.send_off(id);
+    }
+
+    /// From now on the id isn't renewed any more, and its release is on its way.
+    fn send_off(&mut self, id: Uuid) {
+        let Some(entry) = self.entries.get_mut(&id) else { return };
+        entry.phase = Phase::Leaving;
+        entry.answer = None;
+        if let Some(deadline) = entry.deadline.take() {
+            self.deadlines.remove(&(deadline, id));
+        }
+        self.gone.push_back(id);
+    }
+
+    fn count_hold(&mut self, wants: &[Want], held_for: Duration) {
+        for want in wants {
+            let Some(limit) = self.limit_of(&want.set) else { continue };
+            let state = &mut self.limits[limit];
+            state.local = state.local.saturating_sub(want.weight);
+            let seconds = held_for.as_secs_f64();
+            state.hold = Some(match state.hold {
+                Some(mean) => mean + HOLD_SMOOTHING * (seconds - mean),
+                None => seconds,
+            });
+        }
+    }
+
+    /// One of our waiters was granted a slot, they say: it asks again and starts on that answer.
+    fn on_push(&mut self, id: Uuid, now: Instant) {
+        match self.entries.get_mut(&id) {
+            Some(entry) => match entry.phase {
+                Phase::Waiting => self.ask_again(id),
+                Phase::Asked => entry.pushed = true,
+                _ => {}
+            },
+            None => self.return_stray(id, now),
+        }
+    }
+
+    fn ask_again(&mut self, id: Uuid) {
+        if let Some(entry) = self.entries.get_mut(&id) {
+            entry.phase = Phase::New;
+            entry.again = true;
+            entry.pushed = false;
+            self.new.push_back(id);
+        }
+    }
+
+    /// A slot was granted to an id that nobody here knows: it goes back, whichever set it is of.
+    fn return_stray(&mut self, id: Uuid, now: Instant) {
+        let wants = self.settings.limits.iter();
+        let wants = wants.map(|limit| Want { set: Arc::clone(&limit.set), weight: 1 }).collect();
+        let ask = Ask { id, wants, class: 0, route: Arc::from("-") };
+        self.return_unknown(ask, now);
+    }
+
+    fn return_unknown(&mut self, ask: Ask, now: Instant) {
+        let id = ask.id;
+        let entry = Entry {
+            ask,
+            phase: Phase::Leaving,
+            answer: None,
+            asked: now,
+            again: true,
+            queued: true,
+            pushed: false,
+            held: 0,
+            confirmed: now,
+            renewed: now,
+            taken: now,
+            deadline: None,
+        };
+        self.entries.insert(id, entry);
+        self.gone.push_back(id);
+    }
+
+    fn drain(&mut self, now: Instant) {
+        self.draining = true;
+        let asking: Vec<Uuid> = self
+            .entries
+            .iter()
+            .filter(|(_, entry)| entry.answer.is_some())
+            .map(|(&id, _)| id)
+            .collect();
+        for id in asking {
+            self.refuse(id, Why::Draining, None, None);
+            self.on_release(id, now);
+        }
+    }
+
+    /// Tells a request no. Its entry stays for whoever has to give things back.
+    fn refuse(&mut self, id: Uuid, why: Why, limit: Option<usize>, wait: Option<Duration>) {
+        if let Some(to) = self.entries.get_mut(&id).and_then(|entry| entry.answer.take()) {
+            let outcome = Err(Refused { why, limit, expected_wait: wait });
+            self.answers.push(Answer { id, to, outcome });
+        }
+    }
+}
+
+// === impl Keeper: time ===
+
+impl Keeper {
+    /// Refuses those who have waited for as long as they may. Time spent in recovery doesn't count.
+    pub(super) fn expire(&mut self, now: Instant) {
+        if self.recovery.alarm.is_some_and(|alarm| alarm <= now) {
+            self.recovery.alarm =
+                self.recovery.ends.iter().filter(|end| **end > now).min().copied();
+            self.next_beat = now;
+        }
+        while let Some(&(deadline, id)) = self.deadlines.first()
+            && deadline <= now
+        {
+            self.deadlines.pop_first();
+            let Some(entry) = self.entries.get_mut(&id) else { continue };
+            entry.deadline = None;
+            let at = entry.held.min(entry.ask.wants.len() - 1);
+            let set = Arc::clone(&entry.ask.wants[at].set);
+            let asked = entry.asked;
+            let Some(limit) = self.limit_of(&set) else { continue };
+            let paused = self.recovery.overlap(limit, asked, now);
+            let later = asked + self.settings.limits[limit].queue_timeout + paused;
+            if later > now {
+                self.wait_until(id, later);
+                continue;
+            }
+            let wait = self.expected_wait(limit, self.limits[limit].seen.waiting);
+            self.refuse(id, Why::QueueTimeout, Some(limit), wait);
+            self.on_release(id, now);
+        }
+    }
+
+    fn wait_until(&mut self, id: Uuid, deadline: Instant) {
+        if let Some(entry) = self.entries.get_mut(&id) {
+            entry.deadline = Some(deadline);
+            self.deadlines.insert((deadline, id));
+        }
+    }
+
+    /// When to look again although nobody has said anything.
+    pub(super) fn alarm(&mut self, now: Instant) -> Instant {
+        self.alarm = self.next_alarm();
+        if !self.connected {
+            // Heartbeats wait for a connection, but those who ask don't wait longer than an operation's timeout.
+            self.alarm = self.alarm.max(now + self.settings.op_timeout / 4);
+        }
+        self.alarm
+    }
+
+    /// Whether there is something to do before the time last told.
+    pub(super) fn alarm_moved(&self) -> bool {
+        self.next_alarm() < self.alarm
+    }
+
+    fn next_alarm(&self) -> Instant {
+        let mut alarm = self.next_beat;
+        if let Some(&(deadline, _)) = self.deadlines.first() {
+            alarm = alarm.min(deadline);
+        }
+        if let Some(recovered) = self.recovery.alarm {
+            alarm = alarm.min(recovered);
+        }
+        alarm
+    }
+
+    fn expected_wait(&self, limit: usize, queue: u32) -> Option<Duration> {
+        let state = &self.limits[limit];
+        let slots = match state.seen.slots {
+            0 => self.settings.limits[limit].set.slots,
+            slots => slots,
+        };
+        let hold = state.hold?;
+        Some(Duration::from_secs_f64(f64::from(queue + 1) * hold / f64::from(slots.max(1))))
+    }
+}
+
+impl RecoveryView {
+    /// How much of the time between two moments fell into the latest recovery.
+    fn overlap(&self, limit: usize, from: Instant, to: Instant) -> Duration {
+        let end = self.ends[limit].min(to);
+        let start = self.began.max(from);
+        end.saturating_duration_since(start)
+    }
+}
+
+// === impl Keeper: connection ===
+
+impl Keeper {
+    /// A new connection is open: what is held is said first.
+    pub(super) fn connected(&mut self, now: Instant) -> u64 {
+        self.caller.epoch += 1;
+        self.connected = true;
+        self.next_beat = now;
+        self.renew_since = now;
+        self.reasserting = true;
+        self.caller.epoch
+    }
+
+    /// The connection broke: every outcome that is missing is unknown, and asked for again.
+    pub(super) fn disconnected(&mut self, failures: u32) {
+        self.connected = false;
+        self.down |= failures >= FAILURES_TO_GIVE_UP;
+        let mut asking = Vec::new();
+        for (&id, entry) in &mut self.entries {
+            entry.renewed = entry.confirmed;
+            match entry.phase {
+                Phase::Asked | Phase::Waiting => {
+                    entry.phase = Phase::New;
+                    entry.again = true;
+                    asking.push((entry.asked, id));
+                }
+                Phase::Releasing => {
+                    entry.phase = Phase::Leaving;
+                    self.gone.push_back(id);
+                }
+                Phase::New | Phase::Held | Phase::Leaving => {}
+            }
+        }
+        // In the order in which they came, so that they queue in that order again.
+        asking.sort_unstable();
+        for (_, id) in asking.into_iter().rev() {
+            self.new.push_front(id);
+        }
+    }
+
+    /// Refuses those who would wait for the store itself; waiters of a queue keep their place until their time is up.
+    pub(super) fn turn_away(&mut self, now: Instant) {
+        if self.connected {
+            self.connected = false;
+        }
+        let patience = self.settings.op_timeout;
+        for index in 0..self.new.len() {
+            let id = self.new[index];
+            let Some(entry) = self.entries.get(&id) else { continue };
+            let impatient = self.down || now.duration_since(entry.asked) >= patience;
+            if entry.phase == Phase::New && !entry.queued && impatient {
+                self.refuse(id, Why::StoreDown, None, None);
+                self.on_release(id, now);
+            }
+        }
+        let entries = &self.entries;
+        self.new.retain(|id| entries.get(id).is_some_and(|entry| entry.phase == Phase::New));
+        if self.leaving == Leaving::Wanted {
+            self.leaving = Leaving::Done;
+        }
+    }
+}
+
+// === impl Keeper: calls ===
+
+impl Keeper {
+    /// What is to be sent now, if anything.
+    pub(super) fn next_call(&mut self, now: Instant) -> Option<Call> {
+        let mut call = Call::default();
+        self.fill_releases(&mut call);
+        if self.next_beat <= now || self.reasserting {
+            call.heartbeat = Some(self.compose_heartbeat(now));
+        }
+        if !self.reasserting {
+            self.fill_acquires(&mut call, now);
+        }
+        if call.is_empty() && self.leaving == Leaving::Wanted && self.entries.is_empty() {
+            self.leaving = Leaving::Said;
+            let mut heartbeat = self.compose_heartbeat(now);
+            heartbeat.leaving = true;
+            call.heartbeat = Some(heartbeat);
+        }
+        (!call.is_empty()).then_some(call)
+    }
+
+    fn fill_releases(&mut self, call: &mut Call) {
+        while call.releases.len() < BATCH
+            && let Some(id) = self.gone.pop_front()
+        {
+            let Some(entry) = self.entries.get_mut(&id) else { continue };
+            if entry.phase == Phase::Leaving {
+                entry.phase = Phase::Releasing;
+                call.releases
+                    .push(Release { ask: entry.ask.clone(), queued: entry.queued || entry.again });
+            }
+        }
+    }
+
+    fn fill_acquires(&mut self, call: &mut Call, now: Instant) {
+        while call.acquires.len() < BATCH
+            && let Some(id) = self.new.pop_front()
+        {
+            let Some(entry) = self.entries.get_mut(&id) else { continue };
+            if entry.phase == Phase::New {
+                entry.phase = Phase::Asked;
+                call.acquires.push(Acquire {
+                    ask: entry.ask.clone(),
+                    waited: ms(now.duration_since(entry.asked)),
+                    may_wait: entry.ask.wants.iter().any(|want| want.set.queue > 0),
+                    again: entry.again,
+                });
+            }
+        }
+    }
+
+    fn compose_heartbeat(&mut self, now: Instant) -> Heartbeat {
+        // Without a subscription, grants are collected by heartbeats: more often then.
+        let pace = if self.subscribed { 1 } else { 4 };
+        self.next_beat = now + self.settings.heartbeat / pace;
+        self.reasserting = false;
+        let mut beats: Vec<Beat> = self
+            .settings
+            .limits
+            .iter()
+            .map(|limit| Beat { set: Arc::clone(&limit.set), renew: Vec::new() })
+            .collect();
+        let mut renewals = 0;
+        for entry in self.entries.values_mut() {
+            if matches!(entry.phase, Phase::Leaving | Phase::Releasing) || entry.held == 0 {
+                continue;
+            }
+            let mut due = false;
+            for want in &entry.ask.wants[..entry.held] {
+                let limit =
+                    self.settings.limits.iter().position(|limit| limit.set.key == want.set.key);
+                let Some(limit) = limit else { continue };
+                let every =
+                    self.settings.limits[limit].renew.saturating_sub(self.settings.heartbeat);
+                let last = entry.confirmed.max(entry.renewed);
+                if last >= self.renew_since && now.duration_since(last) < every {
+                    continue;
+                }
+                due = true;
+                let lapsed = ms(now.duration_since(entry.confirmed)) > want.set.lease;
+                beats[limit].renew.push(Renew {
+                    ask: entry.ask.clone(),
+                    weight: want.weight,
+                    lapsed,
+                });
+            }
+            if due {
+                entry.renewed = now;
+                renewals += 1;
+            }
+            if renewals == RENEWALS_PER_CALL {
+                self.next_beat = now;
+                self.reasserting = self.renew_since > entry.confirmed;
+                break;
+            }
+        }
+        Heartbeat { subscribed: self.subscribed, leaving: false, beats }
+    }
+}
+
+// === impl Keeper: answers ===
+
+impl Keeper {
+    /// Takes in what the store says. After an error the connection is given up, which accounts for everything.
+    pub(super) fn on_reply(
+        &mut self,
+        call: Call,
+        sent: Instant,
+        now: Instant,
+        result: Result<Reply, StoreError>,
+    ) {
+        let Ok(reply) = result else { return };
+        self.down = false;
+        if let Some(releases) = reply.releases {
+            self.note(releases.stamp, now);
+            for release in &call.releases {
+                self.entries.remove(&release.ask.id);
+            }
+            self.on_granted(&releases.granted, sent, now);
+        }
+        if let (Some(beat), Some(heartbeat)) = (reply.heartbeat, call.heartbeat) {
+            self.note(beat.stamp, now);
+            self.on_heartbeat(&heartbeat, beat, sent, now);
+        }
+        if let Some(acquires) = reply.acquires {
+            self.note(acquires.stamp, now);
+            for (acquire, outcome) in call.acquires.into_iter().zip(acquires.outcomes) {
+                self.on_acquired(acquire, outcome, sent, now);
+            }
+            self.on_granted(&acquires.granted, sent, now);
+        }
+    }
+
+    /// Follows the store's recoveries. A new one means: say at once what is held.
+    fn note(&mut self, stamp: Stamp, now: Instant) {
+        if stamp.recovery == self.recovery.start {
+            return;
+        }
+        let at = |store_ms: i64| match u64::try_from(store_ms - stamp.now) {
+            Ok(ahead) => now + Duration::from_millis(ahead),
+            Err(_) => {
+                now.checked_sub(Duration::from_millis((stamp.now - store_ms) as u64)).unwrap_or(now)
+            }
+        };
+        self.recovery.start = stamp.recovery;
+        self.recovery.began = at(stamp.recovery);
+        self.recovery.ends = self
+            .settings
+            .limits
+            .iter()
+            .map(|limit| at(stamp.recovery + limit.set.recovery))
+            .collect();
+        self.recovery.alarm = self.recovery.ends.iter().filter(|end| **end > now).min().copied();
+        self.renew_since = now;
+        self.next_beat = now;
+    }
+
+    fn on_acquired(&mut self, acquire: Acquire, outcome: Acquired, sent: Instant, now: Instant) {
+        let id = acquire.ask.id;
+        let Some(entry) = self.entries.get_mut(&id) else {
+            // Released and acknowledged before this answer came: whatever it took goes back.
+            if matches!(outcome, Acquired::Granted | Acquired::Waiting { .. }) {
+                self.return_unknown(acquire.ask, now);
+            }
+            return;
+        };
+        if entry.phase != Phase::Asked {
+            return;
+        }
+        match outcome {
+            Acquired::Granted => self.hand_over(id, sent, now),
+            Acquired::Waiting { at, .. } => self.keep_waiting(id, at as usize, sent, now),
+            Acquired::Full { at, queue } => self.turn_down(id, Why::Full, at, queue),
+            Acquired::Recovering { at } => self.turn_down(id, Why::Recovering, at, 0),
+            Acquired::TooHeavy { at } => self.turn_down(id, Why::TooHeavy, at, 0),
+        }
+    }
+
+    fn hand_over(&mut self, id: Uuid, sent: Instant, now: Instant) {
+        let Some(entry) = self.entries.get_mut(&id) else { return };
+        entry.phase = Phase::Held;
+        entry.held = entry.ask.wants.len();
+        entry.confirmed = sent;
+        entry.taken = now;
+        if let Some(deadline) = entry.deadline.take() {
+            self.deadlines.remove(&(deadline, id));
+        }
+        if let Some(to) = entry.answer.take() {
+            self.answers.push(Answer { id, to, outcome: Ok(now) });
+        }
+        let wants = Arc::clone(&entry.ask.wants);
+        for want in wants.iter() {
+            if let Some(limit) = self.limit_of(&want.set) {
+                self.limits[limit].local += want.weight;
+            }
+        }
+    }
+
+    fn keep_waiting(&mut self, id: Uuid, at: usize, sent: Instant, now: Instant) {
+        let Some(entry) = self.entries.get_mut(&id) else { return };
+        entry.phase = Phase::Waiting;
+        entry.queued = true;
+        entry.held = at;
+        entry.confirmed = sent;
+        let (pushed, asked, waits) = (entry.pushed, entry.asked, entry.deadline.is_some());
+        let set = Arc::clone(&entry.ask.wants[at].set);
+        if pushed {
+            self.ask_again(id);
+        }
+        if !waits && let Some(limit) = self.limit_of(&set) {
+            let paused = self.recovery.overlap(limit, asked, now);
+            self.wait_until(id, asked + self.settings.limits[limit].queue_timeout + paused);
+        }
+    }
+
+    /// The store keeps nothing of the request.
+    fn turn_down(&mut self, id: Uuid, why: Why, at: u32, queue: u32) {
+        let Some(entry) = self.entries.get(&id) else { return };
+        let set = Arc::clone(&entry.ask.wants[at as usize].set);
+        let limit = self.limit_of(&set);
+        let wait = limit.and_then(|limit| self.expected_wait(limit, queue));
+        self.refuse(id, why, limit, wait);
+        if let Some(deadline) = self.entries.remove(&id).and_then(|entry| entry.deadline) {
+            self.deadlines.remove(&(deadline, id));
+        }
+    }
+
+    /// Waiters of ours were handed slots with a full lease.
+    fn on_granted(&mut self, granted: &[Uuid], sent: Instant, now: Instant) {
+        for &id in granted {
+            let Some(entry) = self.entries.get_mut(&id) else { continue };
+            match entry.phase {
+                // Asked again meanwhile: that answer will say the same.
+                Phase::Waiting if entry.ask.wants.len() == 1 => self.hand_over(id, sent, now),
+                Phase::Waiting => self.ask_again(id),
+                Phase::Asked => entry.pushed = true,
+                _ => {}
+            }
+        }
+    }
+
+    fn on_heartbeat(
+        &mut self,
+        heartbeat: &Heartbeat,
+        reply: BeatReply,
+        sent: Instant,
+        now: Instant,
+    ) {
+        if heartbeat.leaving {
+            self.leaving = Leaving::Done;
+        }
+        let renewals = heartbeat.beats.iter().flat_map(|beat| &beat.renew);
+        for (renew, renewed) in renewals.zip(&reply.renewed) {
+            self.readded += u64::from(*renewed == Renewed::Readded);
+            if let Some(entry) = self.entries.get_mut(&renew.ask.id) {
+                entry.confirmed = entry.confirmed.max(sent);
+            }
+        }
+        self.on_granted(&reply.granted, sent, now);
+        for (state, seen) in self.limits.iter_mut().zip(&reply.sets) {
+            state.seen = *seen;
+        }
+        self.started = true;
+        self.find_lost_waiters(reply.pending.len() as u32);
+        for id in reply.pending {
+            self.on_push(id, now);
+        }
+    }
+
+    /// Waiters that the store has forgotten ask again, with the time they have waited.
+    fn find_lost_waiters(&mut self, pending: u32) {
+        for limit in 0..self.limits.len() {
+            let key = Arc::clone(&self.settings.limits[limit].set.key);
+            let known = self.limits[limit].seen.mine + pending;
+            let waits_here = |entry: &Entry| {
+                entry.phase == Phase::Waiting && entry.ask.wants[entry.held].set.key == key
+            };
+            let mut waiting: Vec<(Instant, Uuid)> = Vec::new();
+            for (&id, entry) in &self.entries {
+                if waits_here(entry) {
+                    waiting.push((entry.asked, id));
+                }
+            }
+            if waiting.len() as u32 > known {
+                waiting.sort_unstable();
+                for (_, id) in waiting {
+                    self.ask_again(id);
+                }
+            }
+        }
+    }
+
+    pub(super) fn outlook(&self, now: Instant) -> Outlook {
+        Outlook {
+            up: self.connected && !self.down && self.started,
+            started: self.started,
+            recovering: self.recovery.ends.iter().any(|end| *end > now),
+            sets: self.limits.iter().map(|limit| limit.seen).collect(),
+            local: self.limits.iter().map(|limit| limit.local).collect(),
+            hold: self.limits.iter().map(|limit| limit.hold.map(Duration::from_secs_f64)).collect(),
+        }
+    }
+}
