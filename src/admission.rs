@@ -8,8 +8,9 @@ use uuid::Uuid;
 use crate::{
     config::{Config, Limit, Recovery},
     leases::{Lease, Leases, LimitSettings, Outlook, Refused, Settings, Why},
+    metrics::{LimitMetrics, Metrics},
     reason::Reason,
-    store::{Ask, SetSpec, SlotStore, Want},
+    store::{Ask, SetSpec, SetStatus, SlotStore, StoreError, Want},
 };
 
 /// A lease that outlives every process: a store inside the process forgets when the process does.
@@ -19,8 +20,10 @@ const FOREVER: Duration = Duration::from_secs(100 * 365 * 24 * 3600);
 #[derive(Debug)]
 pub struct Admission {
     leases: Leases,
+    store: Arc<dyn SlotStore>,
+    metrics: Arc<Metrics>,
     routes: Vec<RoutePlan>,
-    max_hold: Vec<Option<Duration>>,
+    limits: Vec<Arc<SetSpec>>,
 }
 
 /// What a request on a route asks for.
@@ -28,6 +31,7 @@ pub struct Admission {
 struct RoutePlan {
     name: Arc<str>,
     wants: Arc<[Want]>,
+    meters: Arc<[LimitMetrics]>,
     max_hold: Option<Duration>,
 }
 
@@ -36,9 +40,15 @@ struct RoutePlan {
 #[derive(Debug)]
 pub struct Permit {
     /// None where the route has no limit.
-    lease: Option<Lease>,
+    held: Option<Held>,
     taken: Instant,
     max_hold: Option<Duration>,
+}
+
+#[derive(Debug)]
+struct Held {
+    lease: Lease,
+    meters: Arc<[LimitMetrics]>,
 }
 
 /// Why a request wasn't admitted. Nothing of it is kept anywhere.
@@ -54,24 +64,30 @@ pub struct Refusal {
 
 impl Admission {
     /// Starts the lease keeper of this instance on the current runtime.
-    pub fn start(config: &Config, store: Arc<dyn SlotStore>) -> Arc<Self> {
+    pub fn start(config: &Config, store: Arc<dyn SlotStore>, metrics: Arc<Metrics>) -> Arc<Self> {
         let local = store.local().is_some();
         let op_timeout = config.store.op_timeout;
         let limits: Vec<LimitSettings> =
             config.limits.iter().map(|limit| limit_settings(limit, op_timeout, local)).collect();
-        let plan = |route: &crate::config::Route| RoutePlan {
-            name: Arc::clone(&route.name),
-            wants: route
-                .limits
-                .iter()
-                .map(|&limit| Want { set: Arc::clone(&limits[limit].set), weight: 1 })
-                .collect(),
-            max_hold: route.limits.iter().filter_map(|&limit| config.limits[limit].max_hold).min(),
+        let specs: Vec<_> = limits.iter().map(|limit| Arc::clone(&limit.set)).collect();
+        let plan = |route: &crate::config::Route| {
+            let limits = || route.limits.iter().copied();
+            RoutePlan {
+                name: Arc::clone(&route.name),
+                wants: limits()
+                    .map(|limit| Want { set: Arc::clone(&specs[limit]), weight: 1 })
+                    .collect(),
+                meters: limits().map(|limit| metrics.limit(limit).clone()).collect(),
+                max_hold: limits().filter_map(|limit| config.limits[limit].max_hold).min(),
+            }
         };
-        let routes = config.routes.iter().map(plan).collect();
-        let max_hold = config.limits.iter().map(|limit| limit.max_hold).collect();
-        let settings = settings(config, limits, local);
-        Arc::new(Self { leases: Leases::start(store, settings), routes, max_hold })
+        Arc::new(Self {
+            routes: config.routes.iter().map(plan).collect(),
+            leases: Leases::start(Arc::clone(&store), settings(config, limits, local)),
+            limits: specs,
+            store,
+            metrics,
+        })
     }
 
     /// Takes a slot of every limit of the route, waiting in their queues if need be.
@@ -83,8 +99,9 @@ impl Admission {
     /// A [`Refusal`] when a limit, the store or this process won't take the request.
     pub async fn admit(&self, route: usize) -> Result<Permit, Refusal> {
         let plan = &self.routes[route];
+        let asked = Instant::now();
         if plan.wants.is_empty() {
-            return Ok(Permit { lease: None, taken: Instant::now(), max_hold: None });
+            return Ok(Permit { held: None, taken: asked, max_hold: None });
         }
         let ask = Ask {
             id: Uuid::now_v7(),
@@ -92,8 +109,20 @@ impl Admission {
             class: 0,
             route: Arc::clone(&plan.name),
         };
-        let lease = self.leases.acquire(ask).await?;
-        Ok(Permit { taken: lease.taken(), lease: Some(lease), max_hold: plan.max_hold })
+        match self.leases.acquire(ask).await {
+            Ok(lease) => {
+                let taken = lease.taken();
+                plan.meters.iter().for_each(|meter| meter.granted(taken - asked));
+                let held = Some(Held { lease, meters: Arc::clone(&plan.meters) });
+                Ok(Permit { held, taken, max_hold: plan.max_hold })
+            }
+            Err(refused) => {
+                plan.meters.iter().for_each(LimitMetrics::refused);
+                let refusal = Refusal::from(refused);
+                self.metrics.shed(refusal.limit, refusal.reason);
+                Err(refusal)
+            }
+        }
     }
 
     /// Refuses whoever waits or comes, from now on.
@@ -106,21 +135,29 @@ impl Admission {
         self.leases.leave(patience).await;
     }
 
+    /// This instance's id.
+    pub fn instance(&self) -> Uuid {
+        self.leases.instance()
+    }
+
     /// What is known of the store and of every limit, as of the last heartbeat.
     pub fn outlook(&self) -> Outlook {
         self.leases.outlook()
     }
 
-    /// The longest hold of a limit.
-    pub fn max_hold(&self, limit: usize) -> Option<Duration> {
-        self.max_hold[limit]
+    /// A limit as the store has it now.
+    ///
+    /// # Errors
+    /// See [`StoreError`].
+    pub async fn status(&self, limit: usize) -> Result<SetStatus, StoreError> {
+        self.store.status(&self.limits[limit]).await
     }
 }
 
 impl Permit {
     /// The id under which the slots are taken, new for every request; none where the route has no limit.
     pub fn holder(&self) -> Option<Uuid> {
-        self.lease.as_ref().map(Lease::id)
+        self.held.as_ref().map(|held| held.lease.id())
     }
 
     /// When the slots were taken.
@@ -131,6 +168,14 @@ impl Permit {
     /// The longest this request may keep its slots; the shortest of its limits.
     pub fn max_hold(&self) -> Option<Duration> {
         self.max_hold
+    }
+}
+
+impl Drop for Permit {
+    fn drop(&mut self) {
+        if let Some(held) = &self.held {
+            held.meters.iter().for_each(|meter| meter.released(self.taken.elapsed()));
+        }
     }
 }
 

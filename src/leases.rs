@@ -150,6 +150,11 @@ impl Leases {
         let _ = tokio::time::timeout(patience, left).await;
     }
 
+    /// This instance's id.
+    pub fn instance(&self) -> Uuid {
+        self.desk.lock().caller().instance
+    }
+
     /// What is known now.
     pub fn outlook(&self) -> Outlook {
         self.desk.lock().outlook(Instant::now())
@@ -434,3 +439,6 @@ impl Drop for Pending {
         }
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -4,5 +4,6 @@ pub mod admission;
 pub mod config;
 pub mod leases;
 pub mod ledger;
+pub mod metrics;
 pub mod reason;
 pub mod store;

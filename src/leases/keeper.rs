@@ -126,6 +126,9 @@ pub(super) struct Keeper {
     leaving: Leaving,
     alarm: Instant,
     limits: Vec<LimitState>,
+    /// A heartbeat was answered.
+    heard: bool,
+    /// And the recovery it found, if any, is over.
     started: bool,
     pub(super) readded: u64,
 }
@@ -235,6 +238,7 @@ impl Keeper {
             draining: false,
             leaving: Leaving::No,
             alarm: now,
+            heard: false,
             started: false,
             readded: 0,
             settings,
@@ -339,6 +343,8 @@ impl Keeper {
     /// From now on the id isn't renewed any more, and its release is on its way.
     fn send_off(&mut self, id: Uuid) {
         let Some(entry) = self.entries.get_mut(&id) else { return };
+        // An answer that is still missing may say that the id waits.
+        entry.queued |= entry.phase != Phase::Held;
         entry.phase = Phase::Leaving;
         entry.answer = None;
         if let Some(deadline) = entry.deadline.take() {
@@ -843,7 +849,7 @@ impl Keeper {
         for (state, seen) in self.limits.iter_mut().zip(&reply.sets) {
             state.seen = *seen;
         }
-        self.started = true;
+        self.heard = true;
         self.find_lost_waiters(reply.pending.len() as u32);
         for id in reply.pending {
             self.on_push(id, now);
@@ -873,11 +879,13 @@ impl Keeper {
         }
     }
 
-    pub(super) fn outlook(&self, now: Instant) -> Outlook {
+    pub(super) fn outlook(&mut self, now: Instant) -> Outlook {
+        let recovering = self.recovery.ends.iter().any(|end| *end > now);
+        self.started |= self.heard && !recovering;
         Outlook {
-            up: self.connected && !self.down && self.started,
+            up: self.connected && !self.down && self.heard,
             started: self.started,
-            recovering: self.recovery.ends.iter().any(|end| *end > now),
+            recovering,
             sets: self.limits.iter().map(|limit| limit.seen).collect(),
             local: self.limits.iter().map(|limit| limit.local).collect(),
             hold: self.limits.iter().map(|limit| limit.hold.map(Duration::from_secs_f64)).collect(),

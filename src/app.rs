@@ -1,0 +1,109 @@
+//! Puts the parts together: configuration in, a running instance out.
+
+use std::{future::Future, io, net::SocketAddr, sync::Arc, time::Duration};
+
+use tokio::{
+    net::TcpListener,
+    sync::{oneshot, watch},
+};
+
+use crate::{
+    admin::{self, Admin},
+    admission::Admission,
+    config::{Config, StoreKind},
+    metrics::Metrics,
+    proxy::Proxy,
+    server,
+    store::{SlotStore, StoreError, memory::MemoryStore, redis::RedisStore},
+};
+
+/// How long an instance that stops waits until the store has acknowledged its last release.
+const LEAVE_PATIENCE: Duration = Duration::from_secs(2);
+
+/// An instance whose sockets are bound.
+#[derive(Debug)]
+pub struct App {
+    config: Config,
+    store: Arc<dyn SlotStore>,
+    listener: TcpListener,
+    admin: Option<TcpListener>,
+}
+
+/// Why an instance didn't start.
+#[derive(Debug, thiserror::Error)]
+pub enum StartError {
+    /// A listener couldn't be bound.
+    #[error("can't listen on {0}: {1}")]
+    Bind(SocketAddr, io::Error),
+    /// The store's settings make no sense.
+    #[error("store: {0}")]
+    Store(#[from] StoreError),
+}
+
+impl App {
+    /// Binds every socket, so that addresses are known and taken before anything runs.
+    ///
+    /// # Errors
+    /// [`StartError`] when an address can't be bound or the store can't be made.
+    pub async fn bind(config: Config) -> Result<Self, StartError> {
+        let store: Arc<dyn SlotStore> = match &config.store.kind {
+            StoreKind::Memory => MemoryStore::new(),
+            StoreKind::Redis(_) => RedisStore::new(&config.store)?,
+        };
+        Self::bind_with(config, store).await
+    }
+
+    /// Like [`App::bind`], with a store that others use as well.
+    ///
+    /// # Errors
+    /// [`StartError::Bind`] when an address can't be bound.
+    pub async fn bind_with(config: Config, store: Arc<dyn SlotStore>) -> Result<Self, StartError> {
+        let listener = listen(config.server.listen).await?;
+        let admin = match &config.admin {
+            Some(admin) => Some(listen(admin.listen).await?),
+            None => None,
+        };
+        Ok(Self { config, store, listener, admin })
+    }
+
+    /// Where clients connect.
+    pub fn addr(&self) -> SocketAddr {
+        self.listener.local_addr().expect("a bound listener has an address")
+    }
+
+    /// Where operators connect.
+    pub fn admin_addr(&self) -> Option<SocketAddr> {
+        let admin = self.admin.as_ref()?;
+        Some(admin.local_addr().expect("a bound listener has an address"))
+    }
+
+    /// Serves until `stop`, then drains: readiness red, listener closed, waiters refused, streams finished or cut,
+    /// slots back. Returns how many streams were cut.
+    pub async fn run(self, stop: impl Future<Output = ()> + Send) -> usize {
+        let metrics = Metrics::new(&self.config);
+        let admission = Admission::start(&self.config, self.store, Arc::clone(&metrics));
+        let proxy = Proxy::new(&self.config, Arc::clone(&admission), Arc::clone(&metrics));
+        let (draining, seen) = watch::channel(false);
+        if let Some(listener) = self.admin {
+            let admin = Admin::new(&self.config, Arc::clone(&admission), metrics, seen);
+            tokio::spawn(admin::serve(listener, admin));
+        }
+        let (close, closed) = oneshot::channel();
+        let settings = self.config.server.clone();
+        let serving = tokio::spawn(server::serve(self.listener, proxy, settings, async {
+            let _ = closed.await;
+        }));
+        stop.await;
+        draining.send_replace(true);
+        tokio::time::sleep(self.config.server.drain_delay).await;
+        admission.drain();
+        let _ = close.send(());
+        let drained = serving.await.expect("the server doesn't panic");
+        admission.leave(LEAVE_PATIENCE).await;
+        drained.cut
+    }
+}
+
+async fn listen(address: SocketAddr) -> Result<TcpListener, StartError> {
+    TcpListener::bind(address).await.map_err(|error| StartError::Bind(address, error))
+}

@@ -1,0 +1,237 @@
+//! What Prometheus reads. Labels come from the configuration only; handles are looked up once, not per request.
+
+use std::{
+    sync::{Arc, OnceLock},
+    time::Duration,
+};
+
+use http::StatusCode;
+use prometheus_client::{
+    encoding::{EncodeLabelSet, text::encode},
+    metrics::{
+        counter::Counter,
+        family::{Family, MetricConstructor},
+        gauge::Gauge,
+        histogram::Histogram,
+    },
+    registry::Registry,
+};
+
+use crate::{config::Config, leases::Outlook, reason::Reason};
+
+/// From half a millisecond to a quarter of an hour.
+const SECONDS: [f64; 16] = [
+    0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0, 60.0, 300.0,
+    900.0,
+];
+
+/// Every metric of an instance.
+#[derive(Debug)]
+pub struct Metrics {
+    registry: Registry,
+    limits: Vec<LimitMetrics>,
+    routes: Vec<RouteMetrics>,
+    shed: Family<ShedLabels, Counter>,
+    store_up: Gauge,
+    recovery: Gauge,
+}
+
+/// The semaphore family of one limit.
+#[derive(Clone, Debug)]
+pub struct LimitMetrics {
+    slots: Gauge,
+    holders: Gauge,
+    local: Gauge,
+    waiting: Gauge,
+    granted: Counter,
+    refused: Counter,
+    wait: Histogram,
+    hold: Histogram,
+    name: Arc<str>,
+}
+
+/// One route's requests.
+#[derive(Debug)]
+pub struct RouteMetrics {
+    name: Arc<str>,
+    requests: Family<RequestLabels, Counter>,
+    by_status: Box<[OnceLock<Counter>]>,
+    seconds: Histogram,
+}
+
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+struct LimitLabel {
+    limit: String,
+}
+
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+struct AcquireLabels {
+    limit: String,
+    result: &'static str,
+}
+
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+struct ShedLabels {
+    limit: String,
+    class: &'static str,
+    reason: &'static str,
+}
+
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+struct RequestLabels {
+    route: String,
+    status: u16,
+}
+
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+struct RouteLabel {
+    route: String,
+}
+
+/// Makes histograms for a family.
+#[derive(Clone, Debug)]
+struct InSeconds;
+
+impl MetricConstructor<Histogram> for InSeconds {
+    fn new_metric(&self) -> Histogram {
+        Histogram::new(SECONDS)
+    }
+}
+
+type Histograms<L> = Family<L, Histogram, InSeconds>;
+
+impl Metrics {
+    /// Registers every metric that the configuration can give rise to.
+    pub fn new(config: &Config) -> Arc<Self> {
+        let mut registry = Registry::with_prefix("tidegate");
+        let limits = register_limits(&mut registry, config);
+        let routes = register_routes(&mut registry, config);
+        let shed = Family::default();
+        registry.register("shed", "Requests refused, by limit, class and reason", shed.clone());
+        let (store_up, recovery) = (Gauge::default(), Gauge::default());
+        registry.register("store_up", "1 while the store answers", store_up.clone());
+        registry.register(
+            "recovery",
+            "1 while nobody is admitted because the store's memory may be incomplete",
+            recovery.clone(),
+        );
+        Arc::new(Self { registry, limits, routes, shed, store_up, recovery })
+    }
+
+    /// The handles of a limit.
+    pub fn limit(&self, index: usize) -> &LimitMetrics {
+        &self.limits[index]
+    }
+
+    /// The handles of a route.
+    pub fn route(&self, index: usize) -> &RouteMetrics {
+        &self.routes[index]
+    }
+
+    /// Counts a refusal.
+    pub fn shed(&self, limit: Option<usize>, reason: Reason) {
+        let name = limit.map_or("", |limit| &self.limits[limit].name);
+        let labels = ShedLabels { limit: name.into(), class: "normal", reason: reason.as_str() };
+        self.shed.get_or_create(&labels).inc();
+    }
+
+    /// The exposition, in OpenMetrics text.
+    pub fn render(&self, outlook: &Outlook) -> String {
+        self.store_up.set(outlook.up.into());
+        self.recovery.set(outlook.recovering.into());
+        for ((limit, seen), local) in self.limits.iter().zip(&outlook.sets).zip(&outlook.local) {
+            limit.slots.set(seen.slots.into());
+            limit.holders.set(seen.used.into());
+            limit.waiting.set(seen.waiting.into());
+            limit.local.set((*local).into());
+        }
+        let mut text = String::new();
+        encode(&mut text, &self.registry).expect("writing to a string can't fail");
+        text
+    }
+}
+
+impl LimitMetrics {
+    /// A request got its slot after this wait.
+    pub fn granted(&self, waited: Duration) {
+        self.granted.inc();
+        self.wait.observe(waited.as_secs_f64());
+    }
+
+    /// A request got none.
+    pub fn refused(&self) {
+        self.refused.inc();
+    }
+
+    /// A slot was given back after this hold.
+    pub fn released(&self, held: Duration) {
+        self.hold.observe(held.as_secs_f64());
+    }
+}
+
+impl RouteMetrics {
+    /// A request was answered with this status, after this time.
+    pub fn answered(&self, status: StatusCode, took: Duration) {
+        let status = status.as_u16();
+        let counter = self.by_status[usize::from(status.clamp(100, 599) - 100)].get_or_init(|| {
+            let labels = RequestLabels { route: self.name.to_string(), status };
+            self.requests.get_or_create_owned(&labels)
+        });
+        counter.inc();
+        self.seconds.observe(took.as_secs_f64());
+    }
+}
+
+fn register_limits(registry: &mut Registry, config: &Config) -> Vec<LimitMetrics> {
+    let (slots, holders, local, waiting) = (
+        Family::<LimitLabel, Gauge>::default(),
+        Family::<LimitLabel, Gauge>::default(),
+        Family::<LimitLabel, Gauge>::default(),
+        Family::<LimitLabel, Gauge>::default(),
+    );
+    let acquire = Family::<AcquireLabels, Counter>::default();
+    let (wait, hold) = (
+        Histograms::<LimitLabel>::new_with_constructor(InSeconds),
+        Histograms::<LimitLabel>::new_with_constructor(InSeconds),
+    );
+    let semaphore = registry.sub_registry_with_prefix("semaphore");
+    semaphore.register("limit", "Slots in force, fleet-wide", slots.clone());
+    semaphore.register("current_holders", "Slots taken, fleet-wide", holders.clone());
+    semaphore.register("local_holders", "Slots taken by this instance", local.clone());
+    semaphore.register("waiting", "Requests waiting for a slot, fleet-wide", waiting.clone());
+    semaphore.register("acquire", "Requests that asked for a slot, by result", acquire.clone());
+    semaphore.register("wait_seconds", "From asking for a slot to having it", wait.clone());
+    semaphore.register("hold_seconds", "From having a slot to giving it back", hold.clone());
+    let handles = config.limits.iter().map(|limit| {
+        let label = LimitLabel { limit: limit.name.to_string() };
+        let acquired = |result| {
+            acquire.get_or_create_owned(&AcquireLabels { limit: limit.name.to_string(), result })
+        };
+        LimitMetrics {
+            slots: slots.get_or_create_owned(&label),
+            holders: holders.get_or_create_owned(&label),
+            local: local.get_or_create_owned(&label),
+            waiting: waiting.get_or_create_owned(&label),
+            granted: acquired("granted"),
+            refused: acquired("refused"),
+            wait: wait.get_or_create_owned(&label),
+            hold: hold.get_or_create_owned(&label),
+            name: Arc::clone(&limit.name),
+        }
+    });
+    handles.collect()
+}
+
+fn register_routes(registry: &mut Registry, config: &Config) -> Vec<RouteMetrics> {
+    let requests = Family::<RequestLabels, Counter>::default();
+    let seconds = Histograms::<RouteLabel>::new_with_constructor(InSeconds);
+    registry.register("requests", "Requests answered, by route and status", requests.clone());
+    registry.register("request_seconds", "From a request's head to its answer's", seconds.clone());
+    let handles = config.routes.iter().map(|route| RouteMetrics {
+        name: Arc::clone(&route.name),
+        requests: requests.clone(),
+        by_status: (100..600).map(|_| OnceLock::new()).collect(),
+        seconds: seconds.get_or_create_owned(&RouteLabel { route: route.name.to_string() }),
+    });
+    handles.collect()
+}
