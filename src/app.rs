@@ -1,8 +1,10 @@
 //! Puts the parts together: configuration in, a running instance out.
 
-use std::{future::Future, io, net::SocketAddr, sync::Arc, time::Duration};
+use std::{future::Future, io, net::SocketAddr, process::ExitCode, sync::Arc, time::Duration};
 
 use tokio::{
+    runtime::Builder,
+    signal::unix::{SignalKind, signal},
     net::TcpListener,
     sync::{oneshot, watch},
 };
@@ -106,4 +108,49 @@ impl App {
 
 async fn listen(address: SocketAddr) -> Result<TcpListener, StartError> {
     TcpListener::bind(address).await.map_err(|error| StartError::Bind(address, error))
+}
+
+// === the process ===
+
+/// Runs an instance until a signal ends it. SIGTERM or SIGINT drains; a second one ends at once.
+pub fn main(config: Config, threads: Option<usize>) -> ExitCode {
+    let mut builder = Builder::new_multi_thread();
+    if let Some(threads) = threads {
+        builder.worker_threads(threads);
+    }
+    let runtime = builder.enable_all().build().expect("the runtime's threads can be started");
+    let ended = runtime.block_on(async {
+        let app = App::bind(config).await?;
+        tracing::info!(listen = %app.addr(), admin = ?app.admin_addr(), "ready for requests");
+        let cut = app.run(stop_signal()).await;
+        tracing::info!(cut, "stopped");
+        Ok::<_, StartError>(())
+    });
+    // Whatever still runs has had its time.
+    runtime.shutdown_background();
+    match ended {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("tidegate: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+/// Resolves at the first SIGTERM or SIGINT; the next one ends the process at once.
+async fn stop_signal() {
+    let mut terminate = signal(SignalKind::terminate()).expect("signals can be watched");
+    let mut interrupt = signal(SignalKind::interrupt()).expect("signals can be watched");
+    let mut next = async move || {
+        tokio::select! {
+            _ = terminate.recv() => "SIGTERM",
+            _ = interrupt.recv() => "SIGINT",
+        }
+    };
+    tracing::info!(signal = next().await, "draining; a second signal ends at once");
+    tokio::spawn(async move {
+        let signal = next().await;
+        tracing::warn!(signal, "ending at once");
+        std::process::exit(1);
+    });
 }

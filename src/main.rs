@@ -1,2 +1,37 @@
-//! Tidegate.
-fn main() {}
+//! The command: a table of contents.
+
+use std::process::ExitCode;
+
+use tidegate::{app, check, cli, cli::Command, config::Config, demo};
+
+#[global_allocator]
+static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
+
+/// Wrong usage or configuration, as clap has it.
+const EXIT_USAGE: u8 = 2;
+
+fn main() -> ExitCode {
+    let command = cli::parse();
+    tidegate::init();
+    match command {
+        Command::Run(run) => with_config(run.load(), |config| app::main(config, run.threads)),
+        Command::Check(options) => with_config(Config::load(&options.config), |config| {
+            print!("{}", check::report(&config));
+            ExitCode::SUCCESS
+        }),
+        Command::Demo(options) => demo::main(&options),
+    }
+}
+
+fn with_config(
+    config: Result<Config, tidegate::config::ConfigError>,
+    then: impl FnOnce(Config) -> ExitCode,
+) -> ExitCode {
+    match config {
+        Ok(config) => then(config),
+        Err(error) => {
+            eprintln!("{error}");
+            ExitCode::from(EXIT_USAGE)
+        }
+    }
+}
