@@ -1,7 +1,11 @@
 //! The rules on single values. An `Err` is the rule that was broken, ready to follow a key or a flag; none repeats a value,
 //! since it may be a secret from the environment.
 
-use std::{net::IpAddr, net::SocketAddr, ops::RangeInclusive, time::Duration};
+use std::{
+    net::{IpAddr, Ipv6Addr, SocketAddr},
+    ops::RangeInclusive,
+    time::Duration,
+};
 
 use deadpool_redis::redis::IntoConnectionInfo;
 use http::{Method, Uri, uri::PathAndQuery};
@@ -124,10 +128,15 @@ pub(super) fn store_kind(url: &str) -> Rule<StoreKind> {
     if !url.starts_with("redis://") && !url.starts_with("rediss://") {
         return Err(r#"must be "memory:" or begin with redis:// or rediss://"#.to_owned());
     }
-    // The client's own parser decides, and its error may repeat the password.
-    url.into_connection_info().map_err(|_| {
-        "must be a Redis URL, redis://[user][:password@]host[:port][/database], with special characters in user and password percent-encoded"
-    })?;
+    // The client's own parser decides, but it drops line breaks, and its error may repeat the password.
+    if url.contains(|letter: char| letter.is_whitespace() || letter.is_control())
+        || url.into_connection_info().is_err()
+    {
+        return Err(
+            "must be a Redis URL, redis://[user][:password@]host[:port][/database], with special characters in user and password percent-encoded"
+                .to_owned(),
+        );
+    }
     Ok(StoreKind::Redis(Secret(url.to_owned())))
 }
 
@@ -183,7 +192,7 @@ fn is_host(text: &str) -> bool {
         .strip_prefix('[')
         .and_then(|rest| rest.strip_suffix(']'));
     if let Some(address) = bracketed {
-        return address.parse::<std::net::Ipv6Addr>().is_ok();
+        return address.parse::<Ipv6Addr>().is_ok();
     }
     let allowed = |byte: u8| byte.is_ascii_alphanumeric() || matches!(byte, b'-' | b'_');
     text.len() <= 253
