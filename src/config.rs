@@ -1,15 +1,23 @@
 //! What the program runs on: every value here is valid, and nothing here knows TOML.
 //!
-//! `file` is the only bridge from text to [`Config`]: it holds every default and every check.
+//! Text becomes a [`Config`] in three steps: `file` reads TOML into a mirror of it, `resolve` applies every default and every
+//! check (the ones on single values are in `rules`), and `error` shows the operator where a check failed.
 
 use std::{net::SocketAddr, sync::Arc, time::Duration};
 
 use http::{Method, Uri};
 use ipnet::IpNet;
 
+mod error;
 mod file;
+mod quick;
+mod resolve;
+mod rules;
+#[cfg(test)]
+mod tests;
 
-pub use file::ConfigError;
+pub use error::ConfigError;
+pub use quick::{AdminListen, QuickOptions};
 
 /// A whole configuration, checked.
 #[derive(Clone, Debug)]
@@ -180,7 +188,7 @@ pub struct Route {
 }
 
 /// `host` of a route
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum HostPattern {
     /// Any host.
     Any,

@@ -1,6 +1,8 @@
 //! Tidegate, a reverse proxy that holds a fleet-wide limit on requests in flight.
 
 pub mod admission;
+pub mod check;
+pub mod cli;
 pub mod config;
 pub mod leases;
 pub mod ledger;

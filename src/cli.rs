@@ -1,0 +1,258 @@
+//! Reads the command line.
+
+use std::{path::PathBuf, time::Duration};
+
+use clap::{Args, Parser, Subcommand};
+
+use crate::config::{AdminListen, Config, ConfigError, QuickOptions, Secret};
+
+const DEFAULT_CONFIG: &str = "proxy.toml";
+
+/// Returns what the command line asks for. A wrong one, `--help` and `--version` end the process.
+pub fn parse() -> Command {
+    command_of(Cli::parse())
+}
+
+#[derive(Debug, Parser)]
+#[command(
+    name = "tidegate",
+    version,
+    about = "A reverse proxy that holds a fleet-wide limit on requests in flight",
+    long_about = "Tidegate is a reverse proxy that holds a fleet-wide limit on requests in flight. A request takes a slot before it \
+                  leaves for the upstream and gives it back after the answer's last byte; when every slot is taken it waits in a \
+                  bounded queue, or is refused with Retry-After. Instances that share a Redis share the slots.",
+    after_help = "\
+Examples:
+  tidegate                                 run with proxy.toml
+  tidegate check --config proxy.toml       explain the file, or say what is wrong with it
+  tidegate run --upstream http://127.0.0.1:3000 --slots 20
+                                           run without a file
+  tidegate run --upstream http://127.0.0.1:3000 --slots 20 --store redis://127.0.0.1:6379
+                                           the same on several machines: 20 in all
+  tidegate demo                            watch a limit hold; nothing to install
+
+Exit status: 0 done, 1 failed at run time, 2 wrong usage or configuration."
+)]
+struct Cli {
+    #[command(subcommand)]
+    command: Option<Command>,
+}
+
+/// What to do.
+#[derive(Debug, Subcommand)]
+pub enum Command {
+    /// Runs the proxy (also without any subcommand)
+    Run(Run),
+    /// Checks a configuration file and explains it: routes, limits, figures, warnings
+    Check(Check),
+    /// Shows a limit at work: a sample upstream that fails above N, two instances, traffic, a live table
+    Demo(Demo),
+}
+
+/// `tidegate run`
+#[derive(Args, Debug, Default)]
+#[command(after_help = "\
+Examples:
+  tidegate run --config /etc/tidegate/proxy.toml
+  tidegate run --listen 0.0.0.0:8080 --upstream http://127.0.0.1:3000 --slots 20
+  tidegate run --upstream https://api.example.com --slots 50 --store redis://127.0.0.1:6379 --admin-listen none")]
+pub struct Run {
+    /// Configuration file [default: proxy.toml]
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["upstream", "slots", "listen", "store"])]
+    config: Option<PathBuf>,
+
+    /// Runs without a file, in front of this http:// or https:// URL
+    #[arg(long, value_name = "URL", requires = "slots")]
+    upstream: Option<String>,
+
+    /// Requests in flight, fleet-wide: 0 to 1000000
+    #[arg(long, value_name = "N", requires = "upstream")]
+    slots: Option<u32>,
+
+    /// Address and port for clients [default: 127.0.0.1:8080]
+    #[arg(long, value_name = "ADDR", requires = "upstream")]
+    listen: Option<String>,
+
+    /// Where slots are counted: memory: (per process), redis://… or rediss://… (fleet-wide) [default: memory:]
+    #[arg(long, value_name = "URL", requires = "upstream", value_parser = secret)]
+    store: Option<Secret>,
+
+    /// Address and port for operators, or none [default: the file's, or 127.0.0.1:9900]
+    #[arg(long, value_name = "ADDR")]
+    admin_listen: Option<AdminListen>,
+}
+
+/// `tidegate check`
+#[derive(Args, Debug)]
+pub struct Check {
+    /// Configuration file
+    #[arg(long, value_name = "FILE", default_value = DEFAULT_CONFIG)]
+    pub config: PathBuf,
+}
+
+/// `tidegate demo`
+#[derive(Args, Debug)]
+pub struct Demo {
+    /// Slots of the limit, and how many requests the sample upstream bears
+    #[arg(long, value_name = "N", default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..=1000))]
+    pub slots: u32,
+
+    /// How long it runs, with a unit: 20s, 2m
+    #[arg(long, value_name = "TIME", default_value = "20s", value_parser = humantime::parse_duration)]
+    pub duration: Duration,
+
+    /// Prints lines instead of a live table
+    #[arg(long)]
+    pub plain: bool,
+}
+
+impl Run {
+    /// Returns the file to read; none where flags stand for it.
+    pub fn file(&self) -> Option<PathBuf> {
+        match self.upstream {
+            Some(_) => None,
+            None => Some(self.config.clone().unwrap_or(DEFAULT_CONFIG.into())),
+        }
+    }
+
+    /// Reads and checks the configuration, of the file or of the flags.
+    pub fn load(&self) -> Result<Config, ConfigError> {
+        let config = match (self.file(), &self.upstream, self.slots) {
+            (None, Some(upstream), Some(slots)) => {
+                return Config::quick(self.quick(upstream, slots));
+            }
+            (file, ..) => Config::load(&file.unwrap_or(DEFAULT_CONFIG.into()))?,
+        };
+        match self.admin_listen {
+            Some(admin_listen) => config.with_admin_listen(admin_listen),
+            None => Ok(config),
+        }
+    }
+
+    fn quick(&self, upstream: &str, slots: u32) -> QuickOptions {
+        let listen = self.listen.as_deref().unwrap_or("127.0.0.1:8080");
+        let store = self.store.clone();
+        QuickOptions {
+            listen: listen.to_owned(),
+            upstream: upstream.to_owned(),
+            slots,
+            store_url: store.unwrap_or_else(|| Secret("memory:".to_owned())),
+            admin_listen: self.admin_listen,
+        }
+    }
+}
+
+fn command_of(cli: Cli) -> Command {
+    cli.command.unwrap_or_else(|| Command::Run(Run::default()))
+}
+
+// Any text will do: the checks of the configuration name the flag and hide the password.
+fn secret(text: &str) -> Result<Secret, std::convert::Infallible> {
+    Ok(Secret(text.to_owned()))
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::{CommandFactory, error::ErrorKind};
+
+    use super::*;
+
+    fn run(args: &[&str]) -> Run {
+        let args = ["tidegate"].iter().chain(args);
+        match command_of(Cli::try_parse_from(args).unwrap()) {
+            Command::Run(run) => run,
+            other => panic!("{other:?}"),
+        }
+    }
+
+    #[test]
+    fn the_definition_is_sound() {
+        Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn no_subcommand_runs_the_default_file() {
+        for args in [&[][..], &["run"][..]] {
+            assert_eq!(run(args).file(), Some("proxy.toml".into()));
+        }
+    }
+
+    #[test]
+    fn flags_stand_for_a_file() {
+        let run = run(&["run", "--upstream", "http://127.0.0.1:3000", "--slots", "7"]);
+        assert_eq!(run.file(), None);
+        let config = run.load().unwrap();
+        assert_eq!(config.limits[0].slots, 7);
+        assert_eq!(config.server.listen.to_string(), "127.0.0.1:8080");
+    }
+
+    #[test]
+    fn admin_listen_overrides_the_file() {
+        let file = concat!(env!("CARGO_MANIFEST_DIR"), "/proxy.toml");
+        let off = run(&["run", "--config", file, "--admin-listen", "none"]);
+        assert!(off.load().unwrap().admin.is_none());
+        let same = run(&["run", "--config", file, "--admin-listen", "127.0.0.1:8080"]);
+        let error = same.load().unwrap_err().to_string();
+        assert!(error.starts_with("--admin-listen: must differ"), "{error}");
+    }
+
+    #[test]
+    fn wrong_usage_exits_with_2() {
+        let cases: [&[&str]; 6] = [
+            &["run", "--slots", "7"],
+            &["run", "--upstream", "http://a"],
+            &[
+                "run",
+                "--config",
+                "a",
+                "--upstream",
+                "http://a",
+                "--slots",
+                "1",
+            ],
+            &["run", "--admin-listen", "nowhere"],
+            &["demo", "--duration", "20"],
+            &["sing"],
+        ];
+        for args in cases {
+            let args = ["tidegate"].iter().chain(args);
+            let error = Cli::try_parse_from(args).unwrap_err();
+            assert_eq!(error.exit_code(), 2, "{error}");
+        }
+    }
+
+    #[test]
+    fn help_tells_every_flag() {
+        let error = Cli::try_parse_from(["tidegate", "run", "--help"]).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::DisplayHelp);
+        let help = error.to_string();
+        for flag in [
+            "--config",
+            "--upstream",
+            "--slots",
+            "--listen",
+            "--store",
+            "--admin-listen",
+            "Examples:",
+        ] {
+            assert!(help.contains(flag), "{flag} in {help}");
+        }
+    }
+
+    #[test]
+    fn the_store_stays_secret() {
+        let run = run(&[
+            "run",
+            "--upstream",
+            "http://a",
+            "--slots",
+            "1",
+            "--store",
+            "redis://:hunter2@b:x",
+        ]);
+        assert!(!format!("{run:?}").contains("hunter2"));
+        let error = run.load().unwrap_err().to_string();
+        assert!(error.starts_with("--store: must be"), "{error}");
+        assert!(!error.contains("hunter2"));
+    }
+}

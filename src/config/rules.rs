@@ -1,0 +1,256 @@
+//! The rules on single values. An `Err` is the rule that was broken, ready to follow a key or a flag; none repeats a value,
+//! since it may be a secret from the environment.
+
+use std::{
+    net::{IpAddr, Ipv6Addr, SocketAddr},
+    ops::RangeInclusive,
+    time::Duration,
+};
+
+use deadpool_redis::redis::IntoConnectionInfo;
+use http::{Method, Uri, uri::PathAndQuery};
+use ipnet::IpNet;
+
+use super::{HostHeader, HostPattern, OnClientGone, Recovery, Secret, StoreKind};
+
+type Rule<T> = Result<T, String>;
+
+/// How many slots a limit may have.
+pub(super) const SLOTS: RangeInclusive<i64> = 0..=1_000_000;
+
+/// Keeps sums of a duration and a clock far from overflow.
+const LONGEST: Duration = Duration::from_secs(365 * 24 * 60 * 60);
+
+const SHORTEST_LEASE: Duration = Duration::from_secs(2);
+
+/// Replaces each `${VAR}` by the variable's value.
+pub(super) fn expand(text: &str, env: &dyn Fn(&str) -> Option<String>) -> Rule<String> {
+    let mut parts = text.split("${");
+    let mut expanded = parts.next().unwrap_or_default().to_owned();
+    for part in parts {
+        let (name, rest) = part
+            .split_once('}')
+            .filter(|(name, _)| is_variable(name))
+            .ok_or("`${` must be followed by a variable's name and `}`")?;
+        let value = env(name).ok_or_else(|| format!("environment variable {name} is not set"))?;
+        expanded.push_str(&value);
+        expanded.push_str(rest);
+    }
+    Ok(expanded)
+}
+
+fn is_variable(name: &str) -> bool {
+    !name.is_empty()
+        && name
+            .bytes()
+            .all(|byte| byte.is_ascii_alphanumeric() || byte == b'_')
+}
+
+pub(super) fn duration(text: &str) -> Rule<Duration> {
+    let duration = humantime::parse_duration(text)
+        .map_err(|_| r#"must be a duration such as "250ms", "10s" or "5m""#)?;
+    if duration > LONGEST {
+        return Err("must be at most 365days".to_owned());
+    }
+    Ok(duration)
+}
+
+pub(super) fn positive(duration: Duration) -> Rule<Duration> {
+    if duration < Duration::from_millis(1) {
+        return Err("must be at least 1ms".to_owned());
+    }
+    Ok(duration)
+}
+
+pub(super) fn lease(lease: Duration, op_timeout: Duration) -> Rule<Duration> {
+    if lease < SHORTEST_LEASE {
+        return Err("must be at least 2s".to_owned());
+    }
+    if lease < 4 * op_timeout {
+        return Err(format!(
+            "must be at least 4 x store.op_timeout, here {}",
+            humantime::format_duration(4 * op_timeout)
+        ));
+    }
+    Ok(lease)
+}
+
+pub(super) fn within<T: TryFrom<i64>>(number: i64, range: RangeInclusive<i64>) -> Rule<T> {
+    T::try_from(number)
+        .ok()
+        .filter(|_| range.contains(&number))
+        .ok_or_else(|| format!("must be {} to {}", range.start(), range.end()))
+}
+
+pub(super) fn name(text: &str) -> Rule<()> {
+    let allowed = |byte: u8| byte.is_ascii_alphanumeric() || matches!(byte, b'.' | b'_' | b'-');
+    if text.is_empty() || text.len() > 128 || !text.bytes().all(allowed) {
+        return Err(
+            "a name must be 1 to 128 letters, digits, `.`, `_` or `-` (in ASCII)".to_owned(),
+        );
+    }
+    Ok(())
+}
+
+pub(super) fn route_name(text: &str) -> Rule<()> {
+    if text.is_empty() || text.len() > 128 || text.chars().any(char::is_control) {
+        return Err("must be 1 to 128 bytes without control characters".to_owned());
+    }
+    Ok(())
+}
+
+pub(super) fn address(text: &str) -> Rule<SocketAddr> {
+    text.parse().map_err(|_| {
+        r#"must be an IP address and a port, such as "127.0.0.1:8080" or "[::]:8080""#.to_owned()
+    })
+}
+
+/// Two listeners can't share an address, unless the system picks the port.
+pub(super) fn apart(server: SocketAddr, admin: SocketAddr) -> Rule<()> {
+    if server == admin && server.port() != 0 {
+        return Err(format!(
+            "must differ from the other listener's address, {server} is taken twice"
+        ));
+    }
+    Ok(())
+}
+
+pub(super) fn network(text: &str) -> Rule<IpNet> {
+    text.parse()
+        .or_else(|_| text.parse::<IpAddr>().map(IpNet::from))
+        .map_err(|_| r#"must be a CIDR, such as "10.0.0.0/8" or "fd00::/8""#.to_owned())
+}
+
+pub(super) fn store_kind(url: &str) -> Rule<StoreKind> {
+    if url == "memory:" {
+        return Ok(StoreKind::Memory);
+    }
+    if !url.starts_with("redis://") && !url.starts_with("rediss://") {
+        return Err(r#"must be "memory:" or begin with redis:// or rediss://"#.to_owned());
+    }
+    // The client's own parser decides, but it drops line breaks, and its error may repeat the password.
+    if url.contains(|letter: char| letter.is_whitespace() || letter.is_control())
+        || url.into_connection_info().is_err()
+    {
+        return Err(
+            "must be a Redis URL, redis://[user][:password@]host[:port][/database], with special characters in user and password percent-encoded"
+                .to_owned(),
+        );
+    }
+    Ok(StoreKind::Redis(Secret(url.to_owned())))
+}
+
+pub(super) fn prefix(text: &str) -> Rule<()> {
+    if text.len() > 128 || !text.bytes().all(|byte| byte.is_ascii_graphic()) {
+        return Err("must be at most 128 printable ASCII characters without spaces".to_owned());
+    }
+    Ok(())
+}
+
+pub(super) fn endpoint(text: &str) -> Rule<Uri> {
+    let uri: Uri = text
+        .parse()
+        .map_err(|_| r#"must be a URL such as "http://127.0.0.1:3000""#)?;
+    if !matches!(uri.scheme_str(), Some("http" | "https")) {
+        return Err("must begin with http:// or https://".to_owned());
+    }
+    if text.contains('#') || uri.query().is_some() {
+        return Err("must have no query and no fragment".to_owned());
+    }
+    let authority = uri.authority().map_or("", |authority| authority.as_str());
+    if authority.contains('@') {
+        return Err("must have no user and no password".to_owned());
+    }
+    let host = uri.host().unwrap_or_default();
+    let has_valid_port = authority == host || uri.port_u16().is_some_and(|port| port != 0);
+    if host.is_empty() || !has_valid_port {
+        return Err("must name a host and, after a colon, a port from 1 to 65535".to_owned());
+    }
+    Ok(uri)
+}
+
+pub(super) fn host_pattern(text: &str) -> Rule<HostPattern> {
+    let host = text.to_ascii_lowercase();
+    if host == "*" {
+        return Err("must name a host; leave the key out for any host".to_owned());
+    }
+    let pattern = match host.strip_prefix('*') {
+        Some(suffix) if suffix.starts_with('.') => HostPattern::Suffix(suffix.to_owned()),
+        _ => HostPattern::Exact(host.clone()),
+    };
+    if !is_host(host.strip_prefix("*.").unwrap_or(&host)) {
+        return Err(
+            r#"must be a host such as "example.com" or "*.example.com" (`*.` only in front, no port, no scheme, ASCII)"#
+                .to_owned(),
+        );
+    }
+    Ok(pattern)
+}
+
+fn is_host(text: &str) -> bool {
+    let bracketed = text
+        .strip_prefix('[')
+        .and_then(|rest| rest.strip_suffix(']'));
+    if let Some(address) = bracketed {
+        return address.parse::<Ipv6Addr>().is_ok();
+    }
+    let allowed = |byte: u8| byte.is_ascii_alphanumeric() || matches!(byte, b'-' | b'_');
+    text.len() <= 253
+        && text
+            .split('.')
+            .all(|label| !label.is_empty() && label.len() <= 63 && label.bytes().all(allowed))
+}
+
+pub(super) fn path(text: &str) -> Rule<()> {
+    if !text.starts_with('/') {
+        return Err("must begin with `/`".to_owned());
+    }
+    let is_path = !text.contains(['?', '#', '*']) && text.parse::<PathAndQuery>().is_ok();
+    if !is_path {
+        return Err(
+            "must be a plain path prefix: no `*`, no query, no fragment, no spaces".to_owned(),
+        );
+    }
+    Ok(())
+}
+
+pub(super) fn method(text: &str) -> Rule<Method> {
+    let rule = || r#"must be an HTTP method, such as "GET""#.to_owned();
+    let method = Method::from_bytes(text.as_bytes()).map_err(|_| rule())?;
+    let upper = text.to_ascii_uppercase();
+    if text != upper && is_standard(&upper) {
+        return Err(format!("methods are upper case: write \"{upper}\""));
+    }
+    Ok(method)
+}
+
+fn is_standard(method: &str) -> bool {
+    matches!(
+        method,
+        "GET" | "HEAD" | "POST" | "PUT" | "PATCH" | "DELETE" | "OPTIONS" | "TRACE" | "CONNECT"
+    )
+}
+
+pub(super) fn recovery(text: &str) -> Rule<Recovery> {
+    match text {
+        "fast" => Ok(Recovery::Fast),
+        "strict" => Ok(Recovery::Strict),
+        _ => Err(r#"must be "fast" or "strict""#.to_owned()),
+    }
+}
+
+pub(super) fn on_client_gone(text: &str) -> Rule<OnClientGone> {
+    match text {
+        "cancel" => Ok(OnClientGone::Cancel),
+        "finish" => Ok(OnClientGone::Finish),
+        _ => Err(r#"must be "cancel" or "finish""#.to_owned()),
+    }
+}
+
+pub(super) fn host_header(text: &str) -> Rule<HostHeader> {
+    match text {
+        "upstream" => Ok(HostHeader::Upstream),
+        "keep" => Ok(HostHeader::Keep),
+        _ => Err(r#"must be "upstream" or "keep""#.to_owned()),
+    }
+}
