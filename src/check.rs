@@ -38,10 +38,7 @@ fn line(out: &mut String, text: &str) {
 fn routes(config: &Config) -> Vec<String> {
     let mut routes: Vec<_> = config.routes.iter().collect();
     routes.sort_by_key(|route| match_order(route));
-    routes
-        .into_iter()
-        .map(|route| describe(route, config))
-        .collect()
+    routes.into_iter().map(|route| describe(route, config)).collect()
 }
 
 /// Exact host, wildcard (the longest first), any host; then the longest path. Else as in the file.
@@ -63,11 +60,7 @@ fn describe(route: &Route, config: &Config) -> String {
     };
     let methods = match route.methods.as_slice() {
         [] => "all methods".to_owned(),
-        methods => methods
-            .iter()
-            .map(|method| method.as_str())
-            .collect::<Vec<_>>()
-            .join(", "),
+        methods => methods.iter().map(|method| method.as_str()).collect::<Vec<_>>().join(", "),
     };
     let limits = match limits_of(route, config).as_slice() {
         [] => "no limit".to_owned(),
@@ -87,11 +80,7 @@ fn describe(route: &Route, config: &Config) -> String {
 }
 
 fn limits_of<'a>(route: &Route, config: &'a Config) -> Vec<&'a Limit> {
-    route
-        .limits
-        .iter()
-        .map(|&limit| &config.limits[limit])
-        .collect()
+    route.limits.iter().map(|&limit| &config.limits[limit]).collect()
 }
 
 fn limit(limit: &Limit) -> String {
@@ -119,9 +108,7 @@ fn rate(slots: u32, hold_ms: u64) -> String {
 }
 
 fn short(duration: Duration) -> String {
-    humantime::format_duration(duration)
-        .to_string()
-        .replace(' ', "")
+    humantime::format_duration(duration).to_string().replace(' ', "")
 }
 
 fn bytes(bytes: u64) -> String {
@@ -179,12 +166,7 @@ fn unlimited(config: &Config) -> impl Iterator<Item = String> {
 fn unused(config: &Config) -> impl Iterator<Item = String> {
     let limits = config.limits.iter().enumerate();
     let limits = limits
-        .filter(|(index, _)| {
-            !config
-                .routes
-                .iter()
-                .any(|route| route.limits.contains(index))
-        })
+        .filter(|(index, _)| !config.routes.iter().any(|route| route.limits.contains(index)))
         .map(|(_, limit)| format!("limit `{}` is used by no route", limit.name));
     let upstreams = config.upstreams.iter().enumerate();
     let upstreams = upstreams
@@ -255,10 +237,8 @@ limits:
     #[test]
     fn warns() {
         let report = report_of(TEXT);
-        let warnings: Vec<_> = report
-            .lines()
-            .filter_map(|line| line.strip_prefix("warning: "))
-            .collect();
+        let warnings: Vec<_> =
+            report.lines().filter_map(|line| line.strip_prefix("warning: ")).collect();
         let expected = [
             "the store is memory",
             "route `/long/path`: outer limit `wide` (20 slots) is larger than inner limit `narrow` (5 slots)",

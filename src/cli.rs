@@ -201,15 +201,7 @@ mod tests {
         let cases: [&[&str]; 6] = [
             &["run", "--slots", "7"],
             &["run", "--upstream", "http://a"],
-            &[
-                "run",
-                "--config",
-                "a",
-                "--upstream",
-                "http://a",
-                "--slots",
-                "1",
-            ],
+            &["run", "--config", "a", "--upstream", "http://a", "--slots", "1"],
             &["run", "--admin-listen", "nowhere"],
             &["demo", "--duration", "20"],
             &["sing"],

@@ -63,28 +63,17 @@ pub(super) struct Problem {
 
 impl Problem {
     pub(super) fn new(span: Range<usize>, rule: impl Into<String>) -> Self {
-        Self {
-            rule: rule.into(),
-            span,
-            missing: None,
-            other: None,
-        }
+        Self { rule: rule.into(), span, missing: None, other: None }
     }
 
     /// A key that must be there, under what `span` points at.
     pub(super) fn missing(span: Range<usize>, key: &'static str, rule: impl Into<String>) -> Self {
-        Self {
-            missing: Some(key),
-            ..Self::new(span, rule)
-        }
+        Self { missing: Some(key), ..Self::new(span, rule) }
     }
 
     /// Shows a second place that this one disagrees with.
     pub(super) fn against(self, other: Range<usize>) -> Self {
-        Self {
-            other: Some(other),
-            ..self
-        }
+        Self { other: Some(other), ..self }
     }
 }
 
@@ -100,9 +89,8 @@ fn plain(message: &str) -> String {
     if let Some(rest) = message.strip_prefix("unknown field `") {
         return unknown_key(rest);
     }
-    let mismatch = message
-        .strip_prefix("invalid type: ")
-        .or_else(|| message.strip_prefix("invalid value: "));
+    let mismatch =
+        message.strip_prefix("invalid type: ").or_else(|| message.strip_prefix("invalid value: "));
     // The value itself stays out: it may come from the environment.
     match mismatch.and_then(|rest| rest.rsplit_once(", expected ")) {
         Some((_, "i64")) => "must be a whole number".to_owned(),
@@ -148,11 +136,7 @@ struct Place {
 impl Source {
     /// A text that isn't TOML.
     pub(super) fn unparsed(name: &str, text: &str) -> Self {
-        Self {
-            name: name.to_owned(),
-            shown: mask(text),
-            places: Vec::new(),
-        }
+        Self { name: name.to_owned(), shown: mask(text), places: Vec::new() }
     }
 
     pub(super) fn parsed(name: &str, text: &str, tree: &DeTable<'_>) -> Self {
@@ -162,11 +146,7 @@ impl Source {
         for place in places.iter().filter(|place| place.is_secret()) {
             blacken(&mut shown, place.span.clone());
         }
-        Self {
-            name: name.to_owned(),
-            shown,
-            places,
-        }
+        Self { name: name.to_owned(), shown, places }
     }
 
     pub(super) fn show(&self, problem: Problem) -> ConfigError {
@@ -186,10 +166,7 @@ impl Source {
     fn position(&self, offset: usize) -> (usize, usize) {
         let before = self.shown.get(..offset).unwrap_or(&self.shown);
         let line_start = before.rfind('\n').map_or(0, |newline| newline + 1);
-        (
-            before.matches('\n').count() + 1,
-            before[line_start..].chars().count() + 1,
-        )
+        (before.matches('\n').count() + 1, before[line_start..].chars().count() + 1)
     }
 
     /// The innermost key around a place.
@@ -214,11 +191,7 @@ impl Source {
             snippet = snippet.annotation(AnnotationKind::Context.span(clamp(other)));
         }
         let coloured = std::io::stderr().is_terminal() && std::env::var_os("NO_COLOR").is_none();
-        let renderer = if coloured {
-            Renderer::styled()
-        } else {
-            Renderer::plain()
-        };
+        let renderer = if coloured { Renderer::styled() } else { Renderer::plain() };
         renderer.render(&[Group::with_level(Level::ERROR).element(snippet)])
     }
 }
@@ -234,11 +207,7 @@ impl Place {
 fn collect_table(table: &DeTable<'_>, parent: &str, places: &mut Vec<Place>) {
     for (name, value) in table {
         let key = dotted(parent, name.get_ref());
-        places.push(Place {
-            span: name.span(),
-            key: key.clone(),
-            is_value: false,
-        });
+        places.push(Place { span: name.span(), key: key.clone(), is_value: false });
         collect_value(value, key, places);
     }
 }
@@ -253,11 +222,7 @@ fn collect_value(value: &Spanned<DeValue<'_>>, key: String, places: &mut Vec<Pla
         }
         _ => {}
     }
-    places.push(Place {
-        span: value.span(),
-        key,
-        is_value: !value.get_ref().is_table(),
-    });
+    places.push(Place { span: value.span(), key, is_value: !value.get_ref().is_table() });
 }
 
 fn dotted(parent: &str, key: &str) -> String {

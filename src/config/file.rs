@@ -22,10 +22,8 @@ impl Config {
     /// Reads and checks a file, with `${VAR}` taken from the environment.
     pub fn load(path: &Path) -> Result<Self, ConfigError> {
         let name = path.display().to_string();
-        let text = std::fs::read_to_string(path).map_err(|source| ConfigError::Read {
-            path: name.clone(),
-            source,
-        })?;
+        let text = std::fs::read_to_string(path)
+            .map_err(|source| ConfigError::Read { path: name.clone(), source })?;
         Self::parse(&name, &text, |variable| std::env::var(variable).ok())
     }
 
@@ -49,9 +47,7 @@ impl Config {
 
 /// Replaces `${VAR}` in every string of a table.
 fn expand(table: &mut DeTable<'_>, env: &dyn Fn(&str) -> Option<String>) -> Result<(), Problem> {
-    table
-        .iter_mut()
-        .try_for_each(|(_, value)| expand_value(value, env))
+    table.iter_mut().try_for_each(|(_, value)| expand_value(value, env))
 }
 
 fn expand_value(
@@ -65,9 +61,7 @@ fn expand_value(
             *text = expanded.into();
             Ok(())
         }
-        DeValue::Array(items) => items
-            .iter_mut()
-            .try_for_each(|item| expand_value(item, env)),
+        DeValue::Array(items) => items.iter_mut().try_for_each(|item| expand_value(item, env)),
         DeValue::Table(table) => expand(table, env),
         _ => Ok(()),
     }

@@ -41,9 +41,9 @@ impl std::str::FromStr for AdminListen {
     fn from_str(text: &str) -> Result<Self, String> {
         match text {
             "none" => Ok(Self::Off),
-            address => rules::address(address)
-                .map(Self::At)
-                .map_err(|rule| format!("{rule}, or none")),
+            address => {
+                rules::address(address).map(Self::At).map_err(|rule| format!("{rule}, or none"))
+            }
         }
     }
 }
@@ -85,19 +85,13 @@ fn flag(flag: &'static str) -> impl Fn(String) -> ConfigError {
 /// The file that these flags stand for.
 fn one_of_each(endpoint: String, slots: u32) -> FileConfig {
     let name = || unplaced("default".to_owned());
-    let limit = FileLimit {
-        slots: Some(unplaced(slots.into())),
-        ..FileLimit::default()
-    };
+    let limit = FileLimit { slots: Some(unplaced(slots.into())), ..FileLimit::default() };
     let upstream = FileUpstream {
         endpoints: Some(unplaced(vec![unplaced(endpoint)])),
         limits: Some(vec![name()]),
         ..FileUpstream::default()
     };
-    let route = FileRoute {
-        upstream: Some(name()),
-        ..FileRoute::default()
-    };
+    let route = FileRoute { upstream: Some(name()), ..FileRoute::default() };
     FileConfig {
         limits: [(name(), limit)].into(),
         upstreams: [(name(), upstream)].into(),

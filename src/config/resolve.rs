@@ -33,9 +33,7 @@ pub(super) fn resolve(file: FileConfig, end: usize) -> Found<Config> {
         Problem::new(listen.map_or(0..0, Spanned::span), rule)
     })?;
     let store = store(&file.store)?;
-    let limits = in_order(file.limits, |name, table| {
-        limit(name, table, store.op_timeout)
-    })?;
+    let limits = in_order(file.limits, |name, table| limit(name, table, store.op_timeout))?;
     let limit_names = index(limits.iter().map(|limit| &limit.name));
     let mut upstream_limits = Vec::new();
     let upstreams = in_order(file.upstreams, |name, table| {
@@ -59,23 +57,14 @@ pub(super) fn resolve(file: FileConfig, end: usize) -> Found<Config> {
     }
     check_overlaps(&file.routes, &routes)?;
     check_orders(&file.routes, &routes, &limits)?;
-    Ok(Config {
-        server,
-        admin: Some(admin),
-        store,
-        limits,
-        upstreams,
-        routes,
-    })
+    Ok(Config { server, admin: Some(admin), store, limits, upstreams, routes })
 }
 
 fn server(file: &FileServer) -> Found<Server> {
     Ok(Server {
         listen: address(&file.listen, "127.0.0.1:8080")?,
         max_in_flight: or(&file.max_in_flight, 10_000, |n| rules::within(n, REQUESTS))?,
-        max_connections: or(&file.max_connections, 20_000, |n| {
-            rules::within(n, REQUESTS)
-        })?,
+        max_connections: or(&file.max_connections, 20_000, |n| rules::within(n, REQUESTS))?,
         trusted_proxies: each(&file.trusted_proxies, rules::network)?,
         header_timeout: positive(&file.header_timeout, 10_000)?,
         keepalive_timeout: positive(&file.keepalive_timeout, 75_000)?,
@@ -86,9 +75,7 @@ fn server(file: &FileServer) -> Found<Server> {
 }
 
 fn admin(file: &FileAdmin) -> Found<Admin> {
-    Ok(Admin {
-        listen: address(&file.listen, "127.0.0.1:9900")?,
-    })
+    Ok(Admin { listen: address(&file.listen, "127.0.0.1:9900")? })
 }
 
 fn store(file: &FileStore) -> Found<Store> {
@@ -136,10 +123,7 @@ fn queue(file: &Option<Spanned<FileQueue>>, slots: u32) -> Found<Queue> {
         Some((size, span)) => rules::within(size, WAITERS).at(span)?,
         None => (4 * slots).max(64),
     };
-    Ok(Queue {
-        size,
-        timeout: positive(&table.timeout, 10_000)?,
-    })
+    Ok(Queue { size, timeout: positive(&table.timeout, 10_000)? })
 }
 
 fn upstream(name: &Spanned<String>, file: &FileUpstream) -> Found<Upstream> {
@@ -196,9 +180,7 @@ fn check_overlaps(tables: &[Spanned<FileRoute>], routes: &[Route]) -> Found<()> 
         // `/v1/` also matches `/v1`.
         let path = route.path.trim_end_matches('/');
         let earlier = seen.entry((&route.host, path)).or_default();
-        if let Some(&other) = earlier
-            .iter()
-            .find(|&&other| methods_overlap(route, &routes[other]))
+        if let Some(&other) = earlier.iter().find(|&&other| methods_overlap(route, &routes[other]))
         {
             let rule = "has the same host, path and a method in common with an earlier route";
             return Err(Problem::new(place(&tables[index]), rule).against(place(&tables[other])));
@@ -253,15 +235,13 @@ fn route_between(after: &[Vec<(usize, usize)>], from: usize, to: usize) -> Optio
 fn place(table: &Spanned<FileRoute>) -> Range<usize> {
     let file = table.get_ref();
     let told = file.path.as_ref().or(file.host.as_ref());
-    told.or(file.upstream.as_ref())
-        .map_or(table.span(), Spanned::span)
+    told.or(file.upstream.as_ref()).map_or(table.span(), Spanned::span)
 }
 
 fn order_place(table: &Spanned<FileRoute>) -> Range<usize> {
     let file = table.get_ref();
     let last = file.limits.as_ref().and_then(|limits| limits.last());
-    last.or(file.upstream.as_ref())
-        .map_or(table.span(), Spanned::span)
+    last.or(file.upstream.as_ref()).map_or(table.span(), Spanned::span)
 }
 
 // === values with their defaults ===
@@ -291,9 +271,8 @@ fn or<T: Copy, U>(
     default: T,
     rule: impl Fn(T) -> Result<U, String>,
 ) -> Found<U> {
-    let (value, span) = value
-        .as_ref()
-        .map_or((default, 0..0), |value| (*value.get_ref(), value.span()));
+    let (value, span) =
+        value.as_ref().map_or((default, 0..0), |value| (*value.get_ref(), value.span()));
     rule(value).at(span)
 }
 
@@ -314,9 +293,7 @@ fn address(value: &Option<Spanned<String>>, default: &str) -> Found<std::net::So
 }
 
 fn duration(value: &Option<Spanned<FileDuration>>, default_ms: u64) -> Duration {
-    value
-        .as_ref()
-        .map_or(Duration::from_millis(default_ms), |value| value.get_ref().0)
+    value.as_ref().map_or(Duration::from_millis(default_ms), |value| value.get_ref().0)
 }
 
 fn positive(value: &Option<Spanned<FileDuration>>, default_ms: u64) -> Found<Duration> {
@@ -329,10 +306,7 @@ fn each<T>(
     rule: impl Fn(&str) -> Result<T, String>,
 ) -> Found<Vec<T>> {
     let values = values.as_deref().unwrap_or_default();
-    values
-        .iter()
-        .map(|value| rule(value.get_ref()).at(value.span()))
-        .collect()
+    values.iter().map(|value| rule(value.get_ref()).at(value.span())).collect()
 }
 
 // === names ===
@@ -344,17 +318,11 @@ fn in_order<T, U>(
 ) -> Found<Vec<U>> {
     let mut tables: Vec<_> = tables.into_iter().collect();
     tables.sort_by_key(|(name, _)| name.span().start);
-    tables
-        .iter()
-        .map(|(name, table)| resolve(name, table))
-        .collect()
+    tables.iter().map(|(name, table)| resolve(name, table)).collect()
 }
 
 fn index<'a>(names: impl Iterator<Item = &'a Arc<str>>) -> HashMap<Arc<str>, usize> {
-    names
-        .enumerate()
-        .map(|(index, name)| (Arc::clone(name), index))
-        .collect()
+    names.enumerate().map(|(index, name)| (Arc::clone(name), index)).collect()
 }
 
 fn references(
@@ -363,10 +331,7 @@ fn references(
     kind: &str,
 ) -> Found<Vec<usize>> {
     let names = names.as_deref().unwrap_or_default();
-    names
-        .iter()
-        .map(|name| reference(name, known, kind))
-        .collect()
+    names.iter().map(|name| reference(name, known, kind)).collect()
 }
 
 fn reference(name: &Spanned<String>, known: &HashMap<Arc<str>, usize>, kind: &str) -> Found<usize> {
@@ -377,10 +342,7 @@ fn reference(name: &Spanned<String>, known: &HashMap<Arc<str>, usize>, kind: &st
             [] => "there is none".to_owned(),
             names => format!("there is {}", names.join(", ")),
         };
-        Problem::new(
-            name.span(),
-            format!("must name an existing {kind}: {there}"),
-        )
+        Problem::new(name.span(), format!("must name an existing {kind}: {there}"))
     })
 }
 

@@ -40,10 +40,7 @@ pub(super) fn expand(text: &str, env: &dyn Fn(&str) -> Option<String>) -> Rule<S
 }
 
 fn is_variable(name: &str) -> bool {
-    !name.is_empty()
-        && name
-            .bytes()
-            .all(|byte| byte.is_ascii_alphanumeric() || byte == b'_')
+    !name.is_empty() && name.bytes().all(|byte| byte.is_ascii_alphanumeric() || byte == b'_')
 }
 
 pub(super) fn duration(text: &str) -> Rule<Duration> {
@@ -86,7 +83,7 @@ pub(super) fn name(text: &str) -> Rule<()> {
     let allowed = |byte: u8| byte.is_ascii_alphanumeric() || matches!(byte, b'.' | b'_' | b'-');
     if text.is_empty() || text.len() > 128 || !text.bytes().all(allowed) {
         return Err(
-            "a name must be 1 to 128 letters, digits, `.`, `_` or `-` (in ASCII)".to_owned(),
+            "a name must be 1 to 128 letters, digits, `.`, `_` or `-` (in ASCII)".to_owned()
         );
     }
     Ok(())
@@ -148,9 +145,7 @@ pub(super) fn prefix(text: &str) -> Rule<()> {
 }
 
 pub(super) fn endpoint(text: &str) -> Rule<Uri> {
-    let uri: Uri = text
-        .parse()
-        .map_err(|_| r#"must be a URL such as "http://127.0.0.1:3000""#)?;
+    let uri: Uri = text.parse().map_err(|_| r#"must be a URL such as "http://127.0.0.1:3000""#)?;
     if !matches!(uri.scheme_str(), Some("http" | "https")) {
         return Err("must begin with http:// or https://".to_owned());
     }
@@ -188,9 +183,7 @@ pub(super) fn host_pattern(text: &str) -> Rule<HostPattern> {
 }
 
 fn is_host(text: &str) -> bool {
-    let bracketed = text
-        .strip_prefix('[')
-        .and_then(|rest| rest.strip_suffix(']'));
+    let bracketed = text.strip_prefix('[').and_then(|rest| rest.strip_suffix(']'));
     if let Some(address) = bracketed {
         return address.parse::<Ipv6Addr>().is_ok();
     }
@@ -208,7 +201,7 @@ pub(super) fn path(text: &str) -> Rule<()> {
     let is_path = !text.contains(['?', '#', '*']) && text.parse::<PathAndQuery>().is_ok();
     if !is_path {
         return Err(
-            "must be a plain path prefix: no `*`, no query, no fragment, no spaces".to_owned(),
+            "must be a plain path prefix: no `*`, no query, no fragment, no spaces".to_owned()
         );
     }
     Ok(())
