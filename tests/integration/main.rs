@@ -4,4 +4,13 @@
 //! flight. Tests wait for states, never for a time to pass, and assert no durations.
 #![cfg(test)]
 
+mod client_gone;
+mod config_errors;
+mod crash;
+mod global_limit;
 mod harness;
+mod limit_change;
+mod refusal;
+mod shutdown;
+mod store_faults;
+mod streaming;
