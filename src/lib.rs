@@ -2,6 +2,7 @@
 
 pub mod admission;
 pub mod config;
+pub mod demo;
 pub mod leases;
 pub mod ledger;
 pub mod metrics;
