@@ -134,5 +134,6 @@ async fn each_round(come_and_leave: impl AsyncFn(&Proxy, &Upstream)) {
     }
     redis.wait_in_use("llm", 0).await;
     assert_eq!(redis.waiting("llm").await, 0);
+    assert!(redis.script_calls().await > 0, "Redis was never asked");
     assert!(upstream.total() >= ROUNDS);
 }

@@ -68,7 +68,7 @@ async fn a_second_sigterm_ends_at_once() {
     let mut proxy = Proxy::spawn(&conf).await;
     let _events = Client::new().events(proxy.addr(), "/sse?events=1&gate=1").await;
     proxy.sigterm();
-    eventually("readiness is red", async || proxy.admin_status("/readyz").await != Some(200)).await;
+    eventually("readiness is red", async || proxy.admin_status("/readyz").await == Some(503)).await;
     proxy.sigterm();
     // The stream's gate was never opened and the drain has ten minutes: nothing else ends the process.
     proxy.wait_exit().await;

@@ -41,6 +41,7 @@ async fn scripts_flushed_under_load_fail_no_request() {
     clients.join_all().await;
     assert!(flushed >= 5, "flushed {flushed} times only");
     assert_eq!((upstream.highest(), upstream.total()), (3, 600));
+    assert!(redis.script_calls().await > 0, "Redis was never asked");
     redis.wait_in_use("llm", 0).await;
 }
 
@@ -118,6 +119,7 @@ async fn late_replies_are_only_late() {
         assert_eq!(request.await.unwrap().status, 200);
     }
     assert!(upstream.highest() <= 3, "{} at once", upstream.highest());
+    assert!(redis.script_calls().await > 0, "Redis was never asked");
     redis.wait_in_use("llm", 0).await;
 }
 
@@ -128,6 +130,7 @@ async fn a_frozen_redis_admits_nobody_and_loses_nothing() {
     let proxy = Proxy::spawn(&conf).await;
     let holder = get(&proxy, "/gate");
     upstream.wait_current(1).await;
+    assert_eq!(redis.in_use("llm").await, 1);
     redis.pause();
     // Served or refused, but never beside the holder.
     let second = get(&proxy, "/gate");

@@ -91,6 +91,7 @@ async fn answers_without_a_body_end_and_free_their_slot() {
         redis.wait_in_use("llm", 0).await;
     }
     assert_eq!((upstream.total(), upstream.highest()), (5, 1));
+    assert!(redis.script_calls().await > 0, "Redis was never asked");
 }
 
 #[tokio::test]

@@ -74,6 +74,11 @@ impl Redis {
         .await;
     }
 
+    /// How often scripts were called since the last `CONFIG RESETSTAT`.
+    pub(crate) async fn script_calls(&self) -> u64 {
+        self.calls(&["eval", "evalsha", "fcall"]).await
+    }
+
     /// How often the commands named were called since the last `CONFIG RESETSTAT`, from `INFO commandstats`.
     pub(crate) async fn calls(&self, commands: &[&str]) -> u64 {
         let stats: String = self.cli(&["INFO", "commandstats"]).await;
