@@ -4,6 +4,7 @@ pub mod admission;
 pub mod check;
 pub mod cli;
 pub mod config;
+pub mod demo;
 pub mod leases;
 pub mod ledger;
 pub mod metrics;

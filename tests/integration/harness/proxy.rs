@@ -1,0 +1,259 @@
+use std::{
+    fs::File,
+    net::SocketAddr,
+    path::PathBuf,
+    process::{ExitStatus, Output},
+};
+
+use serde_json::Value;
+use tempfile::TempDir;
+use tokio::process::{Child, Command};
+
+use super::{Client, Redis, Upstream, eventually, signal, unused_addr, within};
+
+/// The program under test.
+pub(crate) fn tidegate() -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_tidegate"));
+    command.kill_on_drop(true);
+    command
+}
+
+/// A configuration with the one limit `llm` in front of one upstream. Unless said otherwise its lease is so long that only a release
+/// can free a slot, and its queue so large and patient that nobody is refused.
+pub(crate) fn one_limit(upstream: &Upstream, slots: u32) -> Conf {
+    Conf {
+        slots,
+        endpoint: upstream.url(),
+        store: "memory:".to_owned(),
+        lease: "10m",
+        queue: "{ size = 2000, timeout = \"2m\" }",
+        extra: [""; 4],
+    }
+}
+
+/// The text of a configuration, but for the listeners, which [`Proxy::spawn`] chooses.
+#[derive(Clone)]
+pub(crate) struct Conf {
+    slots: u32,
+    endpoint: String,
+    store: String,
+    lease: &'static str,
+    queue: &'static str,
+    /// More lines for `[server]`, `[store]`, `[limits.llm]` and `[upstreams.llm]`.
+    extra: [&'static str; 4],
+}
+
+impl Conf {
+    pub(crate) fn slots(mut self, slots: u32) -> Self {
+        self.slots = slots;
+        self
+    }
+
+    pub(crate) fn redis(self, redis: &Redis) -> Self {
+        self.store_url(redis.url())
+    }
+
+    pub(crate) fn store_url(mut self, url: String) -> Self {
+        self.store = url;
+        self
+    }
+
+    pub(crate) fn lease(mut self, lease: &'static str) -> Self {
+        self.lease = lease;
+        self
+    }
+
+    pub(crate) fn queue(mut self, queue: &'static str) -> Self {
+        self.queue = queue;
+        self
+    }
+
+    pub(crate) fn server(mut self, lines: &'static str) -> Self {
+        self.extra[0] = lines;
+        self
+    }
+
+    pub(crate) fn store(mut self, lines: &'static str) -> Self {
+        self.extra[1] = lines;
+        self
+    }
+
+    pub(crate) fn limit(mut self, lines: &'static str) -> Self {
+        self.extra[2] = lines;
+        self
+    }
+
+    pub(crate) fn upstream(mut self, lines: &'static str) -> Self {
+        self.extra[3] = lines;
+        self
+    }
+
+    pub(crate) fn text(&self, listen: SocketAddr, admin: SocketAddr) -> String {
+        let Self {
+            slots,
+            endpoint,
+            store,
+            lease,
+            queue,
+            extra: [server_lines, store_lines, limit_lines, upstream_lines],
+        } = self;
+        format!(
+            r#"[server]
+listen = "{listen}"
+{server_lines}
+
+[admin]
+listen = "{admin}"
+
+[store]
+url = "{store}"
+{store_lines}
+
+[limits.llm]
+slots = {slots}
+lease = "{lease}"
+queue = {queue}
+{limit_lines}
+
+[upstreams.llm]
+endpoints = ["{endpoint}"]
+limits = ["llm"]
+{upstream_lines}
+
+[[routes]]
+path = "/"
+upstream = "llm"
+"#
+        )
+    }
+}
+
+/// One instance of the program, killed on drop. If its test fails, what it wrote is printed.
+pub(crate) struct Proxy {
+    addr: SocketAddr,
+    admin: SocketAddr,
+    process: Child,
+    dir: TempDir,
+}
+
+impl Proxy {
+    /// `tidegate run --config` with this configuration, ready.
+    pub(crate) async fn spawn(conf: &Conf) -> Self {
+        let (dir, addr, admin) = (TempDir::new().unwrap(), unused_addr(), unused_addr());
+        let file = dir.path().join("proxy.toml");
+        std::fs::write(&file, conf.text(addr, admin)).unwrap();
+        let mut command = tidegate();
+        command.args(["run", "--config"]).arg(file);
+        Self::start(command, dir, addr, admin).await
+    }
+
+    /// `tidegate run --listen … --upstream … --slots …`, ready. The limit is named `default`.
+    pub(crate) async fn quick(upstream: &Upstream, slots: u32) -> Self {
+        let (dir, addr, admin) = (TempDir::new().unwrap(), unused_addr(), unused_addr());
+        let mut command = tidegate();
+        command
+            .args(["run", "--listen", &addr.to_string()])
+            .args(["--upstream", &upstream.url()])
+            .args(["--slots", &slots.to_string()])
+            .args(["--admin-listen", &admin.to_string()]);
+        Self::start(command, dir, addr, admin).await
+    }
+
+    async fn start(
+        mut command: Command,
+        dir: TempDir,
+        addr: SocketAddr,
+        admin: SocketAddr,
+    ) -> Self {
+        let log = File::create(dir.path().join("log")).unwrap();
+        let process = command
+            .current_dir(dir.path())
+            .stdout(log.try_clone().unwrap())
+            .stderr(log)
+            .spawn()
+            .unwrap();
+        let mut proxy = Self { addr, admin, process, dir };
+        eventually("/readyz says 200", async || {
+            if let Some(status) = proxy.process.try_wait().unwrap() {
+                panic!("tidegate ended before it was ready: {status}");
+            }
+            proxy.admin_status("/readyz").await == Some(200)
+        })
+        .await;
+        proxy
+    }
+
+    /// Where clients connect.
+    pub(crate) fn addr(&self) -> SocketAddr {
+        self.addr
+    }
+
+    /// Where operators connect.
+    pub(crate) fn admin(&self) -> SocketAddr {
+        self.admin
+    }
+
+    /// The status of a path on the admin listener, none if nobody listens.
+    pub(crate) async fn admin_status(&self, path: &str) -> Option<u16> {
+        let answer = Client::new().try_get(self.admin, path).await.ok()?;
+        Some(answer.status)
+    }
+
+    /// The status object of one limit, from `/status`.
+    pub(crate) async fn limit(&self, name: &str) -> Value {
+        let answer = Client::new().get(self.admin, "/status").await;
+        let status: Value = serde_json::from_slice(&answer.body).unwrap();
+        match &status["limits"] {
+            Value::Array(limits) => limits.iter().find(|limit| limit["name"] == name).cloned(),
+            limits => limits.get(name).cloned(),
+        }
+        .unwrap_or_else(|| panic!("no limit {name} in {status}"))
+    }
+
+    pub(crate) fn sigterm(&self) {
+        signal(self.pid(), "TERM");
+    }
+
+    pub(crate) fn sigstop(&self) {
+        signal(self.pid(), "STOP");
+    }
+
+    pub(crate) fn sigcont(&self) {
+        signal(self.pid(), "CONT");
+    }
+
+    pub(crate) async fn kill9(&mut self) {
+        self.process.kill().await.unwrap();
+    }
+
+    pub(crate) async fn wait_exit(&mut self) -> ExitStatus {
+        within("tidegate ends", self.process.wait()).await.unwrap()
+    }
+
+    fn pid(&self) -> u32 {
+        self.process.id().unwrap()
+    }
+}
+
+impl Drop for Proxy {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            let log = std::fs::read_to_string(self.dir.path().join("log")).unwrap_or_default();
+            eprintln!("--- tidegate on {} wrote:\n{log}---", self.addr);
+        }
+    }
+}
+
+/// A file with this text and the directory that keeps it.
+pub(crate) fn config_file(text: &str) -> (TempDir, PathBuf) {
+    let dir = TempDir::new().unwrap();
+    let file = dir.path().join("proxy.toml");
+    std::fs::write(&file, text).unwrap();
+    (dir, file)
+}
+
+/// Runs the program to its end.
+pub(crate) async fn run_to_end(words: &[&str]) -> Output {
+    let what = format!("tidegate {} ends", words.join(" "));
+    within(&what, tidegate().args(words).output()).await.unwrap()
+}

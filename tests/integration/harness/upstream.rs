@@ -1,0 +1,373 @@
+use std::{
+    collections::HashMap,
+    net::SocketAddr,
+    sync::{Arc, Mutex},
+    time::Duration,
+};
+
+use socket2::SockRef;
+use tokio::{
+    io::{self, AsyncReadExt, AsyncWriteExt},
+    net::{
+        TcpListener, TcpStream,
+        tcp::{OwnedReadHalf, OwnedWriteHalf},
+    },
+    sync::{Semaphore, watch},
+    task::JoinHandle,
+};
+
+use super::within;
+
+/// An HTTP/1.1 server that counts what it has in flight: from a request's head to just before the last byte of its answer is written
+/// (a client that has that byte may already send the next request), or until the peer's close is seen, for which it always watches.
+///
+/// The path chooses the behaviour:
+/// - `/hold?ms=20` answers after a time
+/// - `/gate` answers when [`Upstream::open`] lets one request through
+/// - `/sse?events=5` streams events; with `&gate=1` each event, and then the end, waits for the gate
+/// - `/silent` never answers
+/// - `/echo` sends the request's body back
+/// - `/status/204` answers with that status
+/// - `/trailers` ends its chunks with a trailer
+/// - `/trunc` closes in the middle of its body
+/// - `/reset` resets the connection instead of an answer
+/// - `/big?bytes=1000` sends that many bytes
+/// - `/headers` answers with the request's head as a JSON array of lines
+///
+/// `&name=x` gives a request a gate of its own.
+pub(crate) struct Upstream {
+    addr: SocketAddr,
+    state: Arc<State>,
+    acceptor: JoinHandle<()>,
+}
+
+#[derive(Clone, Copy, Debug, Default)]
+struct Counts {
+    current: usize,
+    highest: usize,
+    total: usize,
+}
+
+#[derive(Default)]
+struct State {
+    counts: watch::Sender<Counts>,
+    gates: Mutex<HashMap<String, Arc<Semaphore>>>,
+}
+
+impl Upstream {
+    pub(crate) async fn spawn() -> Self {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let addr = listener.local_addr().unwrap();
+        let state = Arc::new(State::default());
+        let acceptor = tokio::spawn({
+            let state = Arc::clone(&state);
+            async move {
+                while let Ok((stream, _)) = listener.accept().await {
+                    let state = Arc::clone(&state);
+                    // An error is the peer's close, which is what the counting is about.
+                    tokio::spawn(async move { connection(stream, &state).await.ok() });
+                }
+            }
+        });
+        Self { addr, state, acceptor }
+    }
+
+    pub(crate) fn addr(&self) -> SocketAddr {
+        self.addr
+    }
+
+    pub(crate) fn url(&self) -> String {
+        format!("http://{}", self.addr)
+    }
+
+    pub(crate) fn current(&self) -> usize {
+        self.state.counts.borrow().current
+    }
+
+    pub(crate) fn highest(&self) -> usize {
+        self.state.counts.borrow().highest
+    }
+
+    pub(crate) fn total(&self) -> usize {
+        self.state.counts.borrow().total
+    }
+
+    /// Waits until exactly this many requests are in flight.
+    pub(crate) async fn wait_current(&self, current: usize) {
+        self.wait(&format!("{current} requests at the upstream"), |counts| {
+            counts.current == current
+        })
+        .await;
+    }
+
+    /// Waits until this many requests have come in since the start.
+    pub(crate) async fn wait_total(&self, total: usize) {
+        self.wait(&format!("{total} requests seen by the upstream"), |counts| {
+            counts.total >= total
+        })
+        .await;
+    }
+
+    async fn wait(&self, what: &str, done: impl FnMut(&Counts) -> bool) {
+        let mut counts = self.state.counts.subscribe();
+        let what = format!("{what} (now {:?})", *counts.borrow());
+        within(&what, counts.wait_for(done)).await.unwrap();
+    }
+
+    /// Lets this many more answers or events through the common gate.
+    pub(crate) fn open(&self, permits: usize) {
+        self.open_gate("", permits);
+    }
+
+    /// Lets this many more answers or events through the gate of that name.
+    pub(crate) fn open_gate(&self, name: &str, permits: usize) {
+        self.state.gate(name).add_permits(permits);
+    }
+}
+
+impl Drop for Upstream {
+    fn drop(&mut self) {
+        self.acceptor.abort();
+    }
+}
+
+impl State {
+    fn gate(&self, name: &str) -> Arc<Semaphore> {
+        let mut gates = self.gates.lock().unwrap();
+        let closed = || Arc::new(Semaphore::new(0));
+        Arc::clone(gates.entry(name.to_owned()).or_insert_with(closed))
+    }
+}
+
+/// Counts one request for as long as it lives.
+struct InFlight<'a>(&'a State);
+
+impl<'a> InFlight<'a> {
+    fn new(state: &'a State) -> Self {
+        state.counts.send_modify(|counts| {
+            counts.total += 1;
+            counts.current += 1;
+            counts.highest = counts.highest.max(counts.current);
+        });
+        Self(state)
+    }
+}
+
+impl Drop for InFlight<'_> {
+    fn drop(&mut self) {
+        self.0.counts.send_modify(|counts| counts.current -= 1);
+    }
+}
+
+struct Request {
+    head: String,
+    method: String,
+    path: String,
+    query: HashMap<String, String>,
+    body: Vec<u8>,
+}
+
+impl Request {
+    fn parse(head: String) -> Self {
+        let mut words = head.split_whitespace();
+        let method = words.next().unwrap_or_default().to_owned();
+        let target = words.next().unwrap_or_default();
+        let (path, query) = target.split_once('?').unwrap_or((target, ""));
+        let query = query
+            .split('&')
+            .filter_map(|pair| pair.split_once('='))
+            .map(|(key, value)| (key.to_owned(), value.to_owned()))
+            .collect();
+        let path = path.to_owned();
+        Self { method, path, query, head, body: Vec::new() }
+    }
+
+    fn header(&self, name: &str) -> Option<&str> {
+        self.head.lines().skip(1).find_map(|line| {
+            let (key, value) = line.split_once(':')?;
+            key.eq_ignore_ascii_case(name).then(|| value.trim())
+        })
+    }
+
+    fn number(&self, key: &str) -> usize {
+        let value = self.query.get(key).map_or("0", String::as_str);
+        value.parse().unwrap()
+    }
+
+    fn name(&self) -> &str {
+        self.query.get("name").map_or("", String::as_str)
+    }
+}
+
+async fn connection(stream: TcpStream, state: &State) -> io::Result<()> {
+    stream.set_nodelay(true)?;
+    let (reader, mut writer) = stream.into_split();
+    let mut input = Input { reader, buffer: Vec::new() };
+    loop {
+        let head = input.until(b"\r\n\r\n").await?;
+        let in_flight = InFlight::new(state);
+        let mut request = Request::parse(String::from_utf8_lossy(&head).into_owned());
+        request.body = input.body(&request).await?;
+        let answer = Answer { state, request: &request, writer: &mut writer, in_flight };
+        tokio::select! {
+            keep = answer.write() => if !keep? { return Ok(()) },
+            () = input.closed() => return Ok(()),
+        }
+    }
+}
+
+struct Input {
+    reader: OwnedReadHalf,
+    buffer: Vec<u8>,
+}
+
+impl Input {
+    async fn more(&mut self) -> io::Result<()> {
+        match self.reader.read_buf(&mut self.buffer).await? {
+            0 => Err(io::ErrorKind::UnexpectedEof.into()),
+            _ => Ok(()),
+        }
+    }
+
+    async fn until(&mut self, end: &[u8]) -> io::Result<Vec<u8>> {
+        loop {
+            if let Some(at) = self.buffer.windows(end.len()).position(|at| at == end) {
+                return Ok(self.buffer.drain(..at + end.len()).collect());
+            }
+            self.more().await?;
+        }
+    }
+
+    async fn exactly(&mut self, bytes: usize) -> io::Result<Vec<u8>> {
+        while self.buffer.len() < bytes {
+            self.more().await?;
+        }
+        Ok(self.buffer.drain(..bytes).collect())
+    }
+
+    async fn body(&mut self, request: &Request) -> io::Result<Vec<u8>> {
+        if let Some(length) = request.header("content-length") {
+            return self.exactly(length.parse().unwrap()).await;
+        }
+        let mut body = Vec::new();
+        if request.header("transfer-encoding").is_some() {
+            loop {
+                let size = String::from_utf8(self.until(b"\r\n").await?).unwrap();
+                let size = usize::from_str_radix(size.trim(), 16).unwrap();
+                let chunk = self.exactly(size + 2).await?;
+                if size == 0 {
+                    break;
+                }
+                body.extend_from_slice(&chunk[..size]);
+            }
+        }
+        Ok(body)
+    }
+
+    /// Ends when the peer has closed or reset the connection.
+    async fn closed(&mut self) {
+        while self.more().await.is_ok() {}
+    }
+}
+
+struct Answer<'a> {
+    state: &'a State,
+    request: &'a Request,
+    writer: &'a mut OwnedWriteHalf,
+    in_flight: InFlight<'a>,
+}
+
+impl Answer<'_> {
+    /// Writes the answer; says whether the connection is good for another.
+    async fn write(mut self) -> io::Result<bool> {
+        let request = self.request;
+        match request.path.as_str() {
+            "/hold" => {
+                let time = Duration::from_millis(request.number("ms") as u64);
+                tokio::time::sleep(time).await;
+                self.whole(200, b"held\n").await
+            }
+            "/gate" => {
+                self.gate().await;
+                self.whole(200, b"through the gate\n").await
+            }
+            "/sse" => self.events().await,
+            "/silent" => std::future::pending().await,
+            "/echo" => self.whole(200, &request.body).await,
+            "/trailers" => {
+                self.piece(
+                    "HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\ntrailer: x-sum\r\n\r\n",
+                )
+                .await?;
+                self.piece("3\r\none\r\n").await?;
+                self.last(b"0\r\nx-sum: 1\r\n\r\n").await
+            }
+            "/trunc" => {
+                self.piece("HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n3\r\none\r\n")
+                    .await?;
+                Ok(false)
+            }
+            "/reset" => {
+                SockRef::from(self.writer.as_ref()).set_linger(Some(Duration::ZERO))?;
+                Ok(false)
+            }
+            "/big" => self.whole(200, &vec![b'x'; request.number("bytes")]).await,
+            "/headers" => {
+                let lines: Vec<&str> = request.head.trim_end().lines().collect();
+                let json = serde_json::to_vec(&lines).unwrap();
+                self.whole(200, &json).await
+            }
+            path => {
+                let status = path.strip_prefix("/status/").unwrap_or("404");
+                self.whole(status.parse().unwrap(), b"").await
+            }
+        }
+    }
+
+    async fn gate(&self) {
+        let gate = self.state.gate(self.request.name());
+        gate.acquire_owned().await.unwrap().forget();
+    }
+
+    async fn events(mut self) -> io::Result<bool> {
+        let gated = self.request.number("gate") == 1;
+        self.piece("HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n")
+            .await?;
+        for event in 1..=self.request.number("events") {
+            if gated {
+                self.gate().await;
+            }
+            let event = format!("data: {event}\n\n");
+            self.piece(&format!("{:x}\r\n{event}\r\n", event.len())).await?;
+        }
+        if gated {
+            self.gate().await;
+        }
+        self.last(b"0\r\n\r\n").await
+    }
+
+    async fn piece(&mut self, text: &str) -> io::Result<()> {
+        self.writer.write_all(text.as_bytes()).await
+    }
+
+    async fn whole(mut self, status: u16, body: &[u8]) -> io::Result<bool> {
+        let length = match status {
+            204 | 304 => String::new(),
+            _ => format!("content-length: {}\r\n", body.len()),
+        };
+        let head = format!("HTTP/1.1 {status} As Asked\r\n{length}\r\n");
+        if self.request.method == "HEAD" || body.is_empty() {
+            return self.last(head.as_bytes()).await;
+        }
+        self.piece(&head).await?;
+        let (most, last) = body.split_at(body.len() - 1);
+        self.writer.write_all(most).await?;
+        self.last(last).await
+    }
+
+    async fn last(self, bytes: &[u8]) -> io::Result<bool> {
+        drop(self.in_flight);
+        self.writer.write_all(bytes).await?;
+        Ok(true)
+    }
+}

@@ -1,0 +1,16 @@
+//! The promises and the hazards, each on the real binary, real sockets and a real Redis.
+//!
+//! Files are named by the promise or the hazard they hold to account. The proof is always the upstream's own count of what it has in
+//! flight. Tests wait for states, never for a time to pass, and assert no durations.
+#![cfg(test)]
+
+mod client_gone;
+mod config_errors;
+mod crash;
+mod global_limit;
+mod harness;
+mod limit_change;
+mod refusal;
+mod shutdown;
+mod store_faults;
+mod streaming;
