@@ -9,9 +9,13 @@ use std::{fmt, future::Future, pin::Pin, sync::Arc};
 
 use uuid::Uuid;
 
+mod memory;
+
+pub use self::memory::MemoryStore;
+
 pub use crate::ledger::{
     Acquire, AcquireReply, Acquired, Ask, Beat, BeatReply, Caller, Heartbeat, Release,
-    ReleaseReply, Released, Renew, Renewed, SetSpec, SetState, Stale, Stamp, Want,
+    ReleaseReply, Released, Renew, Renewed, SetSpec, SetState, SetStatus, Stale, Stamp, Want,
 };
 
 /// A future that a trait object can return.
@@ -109,6 +113,12 @@ pub trait SlotStore: Send + Sync + fmt::Debug {
 
     /// Starts the subscription of an instance. It lives until the store is dropped, and reconnects by itself.
     fn subscribe(&self, instance: Uuid, push: Push);
+
+    /// Looks at a set, without a fence and without changing anything.
+    ///
+    /// # Errors
+    /// See [`StoreError`].
+    fn status<'a>(&'a self, spec: &'a SetSpec) -> BoxFuture<'a, Result<SetStatus, StoreError>>;
 }
 
 /// A store inside this process: no connection, no lease that could end.

@@ -1,0 +1,138 @@
+//! The store inside this process: the ledger behind a lock. It is fair, prioritised and complete, for one process.
+//!
+//! Like Redis it starts without memory, so the first operation starts a recovery; a caller for whom that is pointless
+//! says so in its [`SetSpec`] (`recovery: 0`).
+
+use std::{
+    collections::HashMap,
+    fmt,
+    sync::{Arc, Mutex, MutexGuard},
+};
+
+use tokio::time::Instant;
+use uuid::Uuid;
+
+use super::{
+    BoxFuture, Call, Caller, Event, Link, LocalStore, Push, Reply, SetSpec, SetStatus, SlotStore,
+    Stale, StoreError,
+};
+use crate::ledger::Ledger;
+
+/// The ledger behind a lock. Clones are handles to the same store.
+#[derive(Clone)]
+pub struct MemoryStore(Arc<Shared>);
+
+struct Shared {
+    born: Instant,
+    /// A std lock, since it is held for microseconds and never across an await.
+    ledger: Mutex<Ledger>,
+    /// Beside the ledger's lock, so that a push may call the store again.
+    pushes: Mutex<HashMap<Uuid, Push>>,
+}
+
+impl MemoryStore {
+    /// An empty store, whose clock starts now.
+    pub fn new() -> Self {
+        Self(Arc::new(Shared {
+            born: Instant::now(),
+            ledger: Mutex::default(),
+            pushes: Mutex::default(),
+        }))
+    }
+
+    /// Milliseconds since just before the store was made: 0 would mean "never" to the ledger.
+    fn now(&self) -> i64 {
+        self.0.born.elapsed().as_millis() as i64 + 1
+    }
+
+    fn ledger(&self) -> MutexGuard<'_, Ledger> {
+        self.0.ledger.lock().expect("the ledger never panics")
+    }
+
+    fn deliver(&self, pushes: Vec<(Uuid, Uuid)>) {
+        for (instance, granted) in pushes {
+            let handlers = self.0.pushes.lock().expect("nothing panics under this lock");
+            let push = handlers.get(&instance).cloned();
+            drop(handlers);
+            if let Some(push) = push {
+                push(Event::Granted(granted));
+            }
+        }
+    }
+}
+
+impl Default for MemoryStore {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl fmt::Debug for MemoryStore {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("MemoryStore")
+    }
+}
+
+impl LocalStore for MemoryStore {
+    fn apply(&self, caller: &Caller, call: &Call) -> Result<Reply, StoreError> {
+        let mut ledger = self.ledger();
+        // Read under the lock, so that the ledger's time never goes back.
+        let now = self.now();
+        let reply = apply(&mut ledger, now, caller, call);
+        let pushes = std::mem::take(&mut ledger.pushes);
+        drop(ledger);
+        self.deliver(pushes);
+        reply.map_err(|Stale| StoreError::Stale)
+    }
+}
+
+fn apply(ledger: &mut Ledger, now: i64, caller: &Caller, call: &Call) -> Result<Reply, Stale> {
+    let mut reply = Reply::default();
+    if !call.releases.is_empty() {
+        reply.releases = Some(ledger.release(now, caller, "", &call.releases)?);
+    }
+    if let Some(heartbeat) = &call.heartbeat {
+        reply.heartbeat = Some(ledger.heartbeat(now, caller, "", heartbeat)?);
+    }
+    if !call.acquires.is_empty() {
+        reply.acquires = Some(ledger.acquire(now, caller, "", &call.acquires)?);
+    }
+    Ok(reply)
+}
+
+impl Link for MemoryStore {
+    fn call<'a>(
+        &'a self,
+        caller: &'a Caller,
+        call: &'a Call,
+    ) -> BoxFuture<'a, Result<Reply, StoreError>> {
+        let reply = self.apply(caller, call);
+        Box::pin(std::future::ready(reply))
+    }
+}
+
+impl SlotStore for MemoryStore {
+    fn local(&self) -> Option<&dyn LocalStore> {
+        Some(self)
+    }
+
+    fn open(&self) -> BoxFuture<'_, Result<Arc<dyn Link>, StoreError>> {
+        let link: Arc<dyn Link> = Arc::new(self.clone());
+        Box::pin(std::future::ready(Ok(link)))
+    }
+
+    fn subscribe(&self, instance: Uuid, push: Push) {
+        let handlers = || self.0.pushes.lock().expect("nothing panics under this lock");
+        handlers().insert(instance, Arc::clone(&push));
+        self.ledger().listeners.insert(instance);
+        push(Event::Subscribed);
+    }
+
+    fn status<'a>(&'a self, spec: &'a SetSpec) -> BoxFuture<'a, Result<SetStatus, StoreError>> {
+        let ledger = self.ledger();
+        let mut status = ledger.status(self.now(), &spec.key).unwrap_or_default();
+        drop(ledger);
+        status.waiting.resize(spec.classes.len(), (0, 0));
+        Box::pin(std::future::ready(Ok(status)))
+    }
+}
