@@ -9,9 +9,12 @@ use std::{fmt, future::Future, pin::Pin, sync::Arc};
 
 use uuid::Uuid;
 
+mod keys;
 mod memory;
+mod redis;
+mod scripts;
 
-pub use self::memory::MemoryStore;
+pub use self::{memory::MemoryStore, redis::RedisStore};
 
 pub use crate::ledger::{
     Acquire, AcquireReply, Acquired, Ask, Beat, BeatReply, Caller, Heartbeat, Release,

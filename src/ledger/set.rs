@@ -59,6 +59,10 @@ struct Meta {
 #[derive(Debug, Clone)]
 pub(super) struct Info {
     instance: Uuid,
+    #[cfg_attr(
+        not(test),
+        expect(dead_code, reason = "for the list of holders, and compared in tests")
+    )]
     route: Arc<str>,
     class: usize,
     weight: u32,

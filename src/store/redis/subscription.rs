@@ -1,0 +1,71 @@
+//! The subscription of an instance: a hint that a waiter was granted a slot, never the grant itself.
+
+use std::time::Duration;
+
+use deadpool_redis::redis::{Client, RedisResult, Value};
+use futures_util::StreamExt as _;
+use tokio::time::{self, Instant};
+use uuid::Uuid;
+
+use crate::store::{Event, Push, StoreError};
+
+/// How often a connection that says nothing is asked whether it still works.
+const PING_EVERY: Duration = Duration::from_secs(5);
+/// Between two attempts to connect: doubled after each.
+const PAUSES: (Duration, Duration) = (Duration::from_millis(50), Duration::from_secs(1));
+
+/// Subscribes, and again whenever the connection is lost.
+pub(super) async fn run(client: Client, channel: String, timeout: Duration, push: Push) {
+    let mut pause = PAUSES.0;
+    loop {
+        let mut subscribed = false;
+        let Err(error) = listen(&client, &channel, timeout, &push, &mut subscribed).await;
+        if subscribed {
+            push(Event::Unsubscribed);
+            pause = PAUSES.0;
+        }
+        tracing::debug!(%error, "the subscription is down");
+        time::sleep(pause.mul_f64(0.5 + fastrand::f64() / 2.0)).await;
+        pause = (pause * 2).min(PAUSES.1);
+    }
+}
+
+/// Listens until the connection is lost.
+async fn listen(
+    client: &Client,
+    channel: &str,
+    timeout: Duration,
+    push: &Push,
+    subscribed: &mut bool,
+) -> Result<std::convert::Infallible, StoreError> {
+    let connection = within(timeout, client.get_async_pubsub()).await?;
+    let (mut sink, mut messages) = connection.split();
+    within(timeout, sink.subscribe(channel)).await?;
+    *subscribed = true;
+    push(Event::Subscribed);
+    let mut ping = time::interval_at(Instant::now() + PING_EVERY, PING_EVERY);
+    loop {
+        tokio::select! {
+            message = messages.next() => {
+                let message = message.ok_or_else(|| StoreError::Unavailable("closed".to_owned()))?;
+                if let Ok(granted) = Uuid::try_parse_ascii(message.get_payload_bytes()) {
+                    push(Event::Granted(granted));
+                }
+            }
+            // Nothing else would notice a connection whose other end is gone.
+            _ = ping.tick() => {
+                within(timeout, sink.ping::<Value>()).await?;
+            }
+        }
+    }
+}
+
+async fn within<T>(
+    timeout: Duration,
+    work: impl Future<Output = RedisResult<T>>,
+) -> Result<T, StoreError> {
+    match time::timeout(timeout, work).await {
+        Ok(result) => Ok(result?),
+        Err(_) => Err(StoreError::Timeout),
+    }
+}

@@ -1,0 +1,320 @@
+//! The scripts as Rust sees them: one function that writes each call, one that reads each reply.
+//! The order of KEYS and ARGV is written here and in the scripts' heads, nowhere else.
+
+use std::{collections::HashMap, sync::LazyLock};
+
+use deadpool_redis::redis::{Cmd, Script as Hashed, Value};
+use uuid::Uuid;
+
+use super::{
+    Acquire, AcquireReply, Acquired, Ask, BeatReply, Caller, Heartbeat, Release, ReleaseReply,
+    Released, Renewed, SetSpec, SetState, SetStatus, Stamp, StoreError, keys::Keys,
+};
+
+/// A script and the hash under which Redis keeps it.
+#[derive(Debug)]
+pub(super) struct Script {
+    pub(super) text: &'static str,
+    pub(super) hash: String,
+}
+
+impl Script {
+    fn new(text: &'static str) -> Self {
+        Self { text, hash: Hashed::new(text).get_hash().to_owned() }
+    }
+}
+
+/// How a call names its script.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum By {
+    Hash,
+    /// Runs it and has Redis keep it.
+    Text,
+}
+
+/// A script that writes. The shared parts go in front of it, the line with its flags in front of all.
+macro_rules! writing {
+    ($file:literal) => {
+        LazyLock::new(|| {
+            Script::new(concat!(
+                "#!lua flags=allow-oom\n",
+                include_str!("../../scripts/shared/enter.lua"),
+                include_str!("../../scripts/shared/set.lua"),
+                include_str!("../../scripts/shared/grant.lua"),
+                include_str!(concat!("../../scripts/", $file)),
+            ))
+        })
+    };
+}
+
+pub(super) static ACQUIRE: LazyLock<Script> = writing!("acquire.lua");
+pub(super) static RELEASE: LazyLock<Script> = writing!("release.lua");
+pub(super) static HEARTBEAT: LazyLock<Script> = writing!("heartbeat.lua");
+pub(super) static STATUS: LazyLock<Script> =
+    LazyLock::new(|| Script::new(include_str!("../../scripts/status.lua")));
+
+/// All of them.
+pub(super) fn all() -> [&'static Script; 4] {
+    [&ACQUIRE, &RELEASE, &HEARTBEAT, &STATUS]
+}
+
+// === calls ===
+
+/// What every call of a writing script carries.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Writer<'a> {
+    pub(super) by: By,
+    pub(super) keys: &'a Keys,
+    pub(super) run: &'a str,
+    pub(super) caller: &'a Caller,
+}
+
+impl Writer<'_> {
+    pub(super) fn acquire(&self, acquires: &[Acquire]) -> Cmd {
+        let sets = distinct(acquires.iter().map(|acquire| &acquire.ask));
+        let mut cmd = self.begin(&ACQUIRE, &sets, 9 * acquires.len());
+        for Acquire { ask, waited, may_wait, again } in acquires {
+            id(&mut cmd, ask.id);
+            cmd.arg(&*ask.route).arg(ask.class + 1).arg(*waited);
+            flag(&mut cmd, *may_wait);
+            flag(&mut cmd, *again);
+            wants(&mut cmd, &sets, ask);
+        }
+        cmd
+    }
+
+    pub(super) fn release(&self, releases: &[Release]) -> Cmd {
+        let sets = distinct(releases.iter().map(|release| &release.ask));
+        let mut cmd = self.begin(&RELEASE, &sets, 6 * releases.len());
+        for Release { ask, queued } in releases {
+            id(&mut cmd, ask.id);
+            cmd.arg(ask.class + 1);
+            flag(&mut cmd, *queued);
+            wants(&mut cmd, &sets, ask);
+        }
+        cmd
+    }
+
+    pub(super) fn heartbeat(&self, heartbeat: &Heartbeat) -> Cmd {
+        let sets: Vec<&SetSpec> = heartbeat.beats.iter().map(|beat| &*beat.set).collect();
+        let renewals: usize = heartbeat.beats.iter().map(|beat| beat.renew.len()).sum();
+        let mut cmd = self.begin(&HEARTBEAT, &sets, 2 + sets.len() + 5 * renewals);
+        flag(&mut cmd, heartbeat.subscribed);
+        flag(&mut cmd, heartbeat.leaving);
+        for beat in &heartbeat.beats {
+            cmd.arg(beat.renew.len());
+            for renew in &beat.renew {
+                id(&mut cmd, renew.ask.id);
+                cmd.arg(&*renew.ask.route).arg(renew.ask.class + 1).arg(renew.weight);
+                flag(&mut cmd, renew.lapsed);
+            }
+        }
+        cmd
+    }
+
+    /// Writes everything up to the script's own arguments, of which there will be about `own`.
+    fn begin(&self, script: &Script, sets: &[&SetSpec], own: usize) -> Cmd {
+        let classes: usize = sets.iter().map(|set| set.classes.len()).sum();
+        let keys = 2 + Keys::OF_SET * sets.len() + classes;
+        let args = 10 + keys + 8 * sets.len() + 2 * classes + own;
+        let mut cmd = Cmd::with_capacity(args, 256 + 48 * keys + 12 * args);
+        name(&mut cmd, self.by, script);
+        cmd.arg(keys).arg(&self.keys.fleet).arg(&self.keys.instances);
+        for set in sets {
+            self.keys.of_set(set, |key| {
+                cmd.arg(key);
+            });
+        }
+        let Caller { instance, epoch, gap, presence } = self.caller;
+        id(&mut cmd, *instance);
+        cmd.arg(*epoch).arg(self.run).arg(*gap).arg(*presence).arg(&self.keys.channels);
+        cmd.arg(sets.len());
+        for set in sets {
+            cmd.arg(&*set.key).arg(set.slots).arg(set.lease).arg(set.grant_ttl).arg(set.recovery);
+            cmd.arg(set.queue).arg(set.ageing).arg(set.classes.len());
+            for (class, share) in set.classes.iter() {
+                cmd.arg(&**class).arg(*share);
+            }
+        }
+        cmd
+    }
+}
+
+pub(super) fn status(by: By, keys: &Keys, set: &SetSpec) -> Cmd {
+    let mut cmd = Cmd::new();
+    name(&mut cmd, by, &STATUS);
+    cmd.arg(1 + Keys::OF_SET + set.classes.len()).arg(&keys.fleet);
+    keys.of_set(set, |key| {
+        cmd.arg(key);
+    });
+    cmd
+}
+
+fn name(cmd: &mut Cmd, by: By, script: &Script) {
+    match by {
+        By::Hash => cmd.arg("EVALSHA").arg(&script.hash),
+        By::Text => cmd.arg("EVAL").arg(script.text),
+    };
+}
+
+fn id(cmd: &mut Cmd, id: Uuid) {
+    let mut text = Uuid::encode_buffer();
+    cmd.arg(&*id.hyphenated().encode_lower(&mut text));
+}
+
+fn flag(cmd: &mut Cmd, value: bool) {
+    cmd.arg(if value { "1" } else { "0" });
+}
+
+fn wants(cmd: &mut Cmd, sets: &[&SetSpec], ask: &Ask) {
+    cmd.arg(ask.wants.len());
+    for want in ask.wants.iter() {
+        let index = sets.iter().position(|set| set.key == want.set.key);
+        cmd.arg(index.map_or(0, |index| index + 1)).arg(want.weight);
+    }
+}
+
+/// The sets that the asks name, once each, in the order of first use.
+fn distinct<'a>(asks: impl Iterator<Item = &'a Ask>) -> Vec<&'a SetSpec> {
+    let mut sets: Vec<&SetSpec> = Vec::with_capacity(2);
+    for want in asks.flat_map(|ask| ask.wants.iter()) {
+        if !sets.iter().any(|set| set.key == want.set.key) {
+            sets.push(&want.set);
+        }
+    }
+    sets
+}
+
+// === replies ===
+
+pub(super) fn read_acquire(reply: Value) -> Result<AcquireReply, StoreError> {
+    let mut reader = Reader::of(reply)?;
+    let (stamp, granted) = reader.begin()?;
+    let mut outcomes = Vec::with_capacity(reader.left() / 3);
+    while reader.left() > 0 {
+        let (code, at, queue) = (reader.int()?, reader.number()?, reader.number()?);
+        outcomes.push(match code {
+            0 => Acquired::Granted,
+            1 => Acquired::Waiting { at, queue },
+            2 => Acquired::Full { at, queue },
+            3 => Acquired::Recovering { at },
+            4 => Acquired::TooHeavy { at },
+            _ => return Err(bad("an unknown outcome of an acquire")),
+        });
+    }
+    Ok(AcquireReply { stamp, outcomes, granted })
+}
+
+pub(super) fn read_release(reply: Value) -> Result<ReleaseReply, StoreError> {
+    let mut reader = Reader::of(reply)?;
+    let (stamp, granted) = reader.begin()?;
+    let mut outcomes = Vec::with_capacity(reader.left());
+    while reader.left() > 0 {
+        outcomes.push(match reader.int()? {
+            0 => Released::Released,
+            1 => Released::Dequeued,
+            2 => Released::Unknown,
+            _ => return Err(bad("an unknown outcome of a release")),
+        });
+    }
+    Ok(ReleaseReply { stamp, outcomes, granted })
+}
+
+pub(super) fn read_heartbeat(reply: Value) -> Result<BeatReply, StoreError> {
+    let mut reader = Reader::of(reply)?;
+    let (stamp, granted) = reader.begin()?;
+    let pending = reader.many(Reader::id)?;
+    let renewed = reader.many(|reader| match reader.int()? {
+        0 => Ok(Renewed::Kept),
+        1 => Ok(Renewed::Readded),
+        _ => Err(bad("an unknown outcome of a renewal")),
+    })?;
+    let mut sets = Vec::with_capacity(reader.left() / 5);
+    while reader.left() > 0 {
+        sets.push(SetState {
+            slots: reader.number()?,
+            used: reader.number()?,
+            waiting: reader.number()?,
+            mine: reader.number()?,
+            lease: reader.int()?,
+        });
+    }
+    Ok(BeatReply { stamp, renewed, sets, granted, pending })
+}
+
+pub(super) fn read_status(reply: Value) -> Result<SetStatus, StoreError> {
+    let mut reader = Reader::of(reply)?;
+    let slots = reader.number()?;
+    let _lease = reader.int()?;
+    let used = reader.number()?;
+    let recovery = reader.int()?;
+    let _now = reader.int()?;
+    let waiting = reader.many(|reader| Ok((reader.number()?, reader.int()?)))?;
+    let by_instance: Vec<(Uuid, u32)> =
+        reader.many(|reader| Ok((reader.id()?, reader.number()?)))?;
+    let by_instance = HashMap::from_iter(by_instance);
+    Ok(SetStatus { slots, used, waiting, by_instance, recovery })
+}
+
+fn bad(what: &str) -> StoreError {
+    StoreError::BadReply(what.to_owned())
+}
+
+/// Reads a reply from front to back.
+struct Reader(std::vec::IntoIter<Value>);
+
+impl Reader {
+    fn of(reply: Value) -> Result<Self, StoreError> {
+        let Value::Array(values) = reply else {
+            return Err(bad("not an array"));
+        };
+        match *values {
+            [Value::Int(-1)] => Err(StoreError::Stale),
+            _ => Ok(Self(values.into_iter())),
+        }
+    }
+
+    fn left(&self) -> usize {
+        self.0.len()
+    }
+
+    /// What every reply of a writing script begins with: the stamp, and who was granted.
+    fn begin(&mut self) -> Result<(Stamp, Vec<Uuid>), StoreError> {
+        let stamp = Stamp { now: self.int()?, recovery: self.int()? };
+        Ok((stamp, self.many(Self::id)?))
+    }
+
+    fn int(&mut self) -> Result<i64, StoreError> {
+        match self.0.next() {
+            Some(Value::Int(value)) => Ok(value),
+            Some(_) => Err(bad("a number was expected")),
+            None => Err(bad("too short")),
+        }
+    }
+
+    fn number(&mut self) -> Result<u32, StoreError> {
+        u32::try_from(self.int()?).map_err(|_| bad("a number is out of range"))
+    }
+
+    fn id(&mut self) -> Result<Uuid, StoreError> {
+        match self.0.next() {
+            Some(Value::BulkString(text)) => {
+                Uuid::try_parse_ascii(&text).map_err(|_| bad("an id was expected"))
+            }
+            Some(_) => Err(bad("an id was expected")),
+            None => Err(bad("too short")),
+        }
+    }
+
+    /// Reads a count, and that many of something.
+    fn many<T>(
+        &mut self,
+        mut one: impl FnMut(&mut Self) -> Result<T, StoreError>,
+    ) -> Result<Vec<T>, StoreError> {
+        let count = self.number()? as usize;
+        if count > self.left() {
+            return Err(bad("too short"));
+        }
+        (0..count).map(|_| one(self)).collect()
+    }
+}
