@@ -1,6 +1,15 @@
 //! Puts the parts together: configuration in, a running instance out.
 
-use std::{future::Future, io, net::SocketAddr, process::ExitCode, sync::Arc, time::Duration};
+use std::{
+    error::Error,
+    fmt::Display,
+    future::Future,
+    io::{self, IsTerminal},
+    net::SocketAddr,
+    process::ExitCode,
+    sync::Arc,
+    time::Duration,
+};
 
 use tokio::{
     runtime::Builder,
@@ -9,14 +18,18 @@ use tokio::{
     sync::{oneshot, watch},
 };
 
+use tracing_subscriber::EnvFilter;
+
 use crate::{
     admin::{self, Admin},
     admission::Admission,
-    config::{Config, StoreKind},
+    cli,
+    config::{AdminListen, Config, QuickOptions, Secret, StoreKind},
+    demo,
     metrics::Metrics,
     proxy::Proxy,
     server,
-    store::{SlotStore, StoreError, memory::MemoryStore, redis::RedisStore},
+    store::{MemoryStore, RedisStore, SlotStore, StoreError},
 };
 
 /// How long an instance that stops waits until the store has acknowledged its last release.
@@ -49,8 +62,8 @@ impl App {
     /// [`StartError`] when an address can't be bound or the store can't be made.
     pub async fn bind(config: Config) -> Result<Self, StartError> {
         let store: Arc<dyn SlotStore> = match &config.store.kind {
-            StoreKind::Memory => MemoryStore::new(),
-            StoreKind::Redis(_) => RedisStore::new(&config.store)?,
+            StoreKind::Memory => Arc::new(MemoryStore::new()),
+            StoreKind::Redis(url) => RedisStore::new(url, &config.store)?,
         };
         Self::bind_with(config, store).await
     }
@@ -114,18 +127,67 @@ async fn listen(address: SocketAddr) -> Result<TcpListener, StartError> {
 
 /// Runs an instance until a signal ends it. SIGTERM or SIGINT drains; a second one ends at once.
 pub fn main(config: Config, threads: Option<usize>) -> ExitCode {
-    let mut builder = Builder::new_multi_thread();
-    if let Some(threads) = threads {
-        builder.worker_threads(threads);
-    }
-    let runtime = builder.enable_all().build().expect("the runtime's threads can be started");
-    let ended = runtime.block_on(async {
+    on_runtime(threads, async {
         let app = App::bind(config).await?;
         tracing::info!(listen = %app.addr(), admin = ?app.admin_addr(), "ready for requests");
         let cut = app.run(stop_signal()).await;
         tracing::info!(cut, "stopped");
         Ok::<_, StartError>(())
-    });
+    })
+}
+
+/// Shows a limit at work: a sample provider, two instances on one embedded store, and more clients than slots.
+pub fn demo(options: &cli::Demo) -> ExitCode {
+    let slots = options.slots as usize;
+    on_runtime(None, async {
+        if let Some(addr) = options.provider_only {
+            let provider = demo::Provider::start_at(addr, slots).await?;
+            println!("a provider that refuses above {slots} listens at {}", provider.addr());
+            stop_signal().await;
+            return Ok(());
+        }
+        let provider = demo::Provider::start(slots).await?;
+        let store: Arc<dyn SlotStore> = Arc::new(MemoryStore::new());
+        let (mut addrs, mut instances) = (Vec::new(), Vec::new());
+        let (stop, stopped) = watch::channel(());
+        for _ in 0..2 {
+            let config = Config::quick(QuickOptions {
+                listen: "127.0.0.1:0".to_owned(),
+                upstream: format!("http://{}", provider.addr()),
+                slots: options.slots,
+                store_url: Secret("memory:".to_owned()),
+                admin_listen: Some(AdminListen::Off),
+            })?;
+            let app = App::bind_with(config, Arc::clone(&store)).await?;
+            addrs.push(app.addr());
+            let mut stopped = stopped.clone();
+            instances.push(tokio::spawn(app.run(async move {
+                let _ = stopped.changed().await;
+            })));
+        }
+        let mut show = demo::Options::for_slots(slots);
+        show.duration = options.duration;
+        show.terminal &= !options.plain;
+        let summary = demo::drive(provider, addrs, show).await?;
+        drop(stop);
+        for instance in instances {
+            instance.await?;
+        }
+        print!("{summary}");
+        Ok::<_, Box<dyn Error + Send + Sync>>(())
+    })
+}
+
+fn on_runtime<E: Display>(
+    threads: Option<usize>,
+    main: impl Future<Output = Result<(), E>>,
+) -> ExitCode {
+    let mut builder = Builder::new_multi_thread();
+    if let Some(threads) = threads {
+        builder.worker_threads(threads);
+    }
+    let runtime = builder.enable_all().build().expect("the runtime's threads can be started");
+    let ended = runtime.block_on(main);
     // Whatever still runs has had its time.
     runtime.shutdown_background();
     match ended {
@@ -135,6 +197,18 @@ pub fn main(config: Config, threads: Option<usize>) -> ExitCode {
             ExitCode::FAILURE
         }
     }
+}
+
+/// Sets up what is one per process: the log, on stdout, and the provider of TLS.
+pub fn init() {
+    let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new("info"));
+    let log = tracing_subscriber::fmt().with_env_filter(filter).with_writer(io::stderr);
+    if io::stderr().is_terminal() {
+        log.with_target(false).init();
+    } else {
+        log.json().flatten_event(true).init();
+    }
+    let _ = rustls::crypto::aws_lc_rs::default_provider().install_default();
 }
 
 /// Resolves at the first SIGTERM or SIGINT; the next one ends the process at once.

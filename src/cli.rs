@@ -1,6 +1,6 @@
 //! Reads the command line.
 
-use std::{path::PathBuf, time::Duration};
+use std::{net::SocketAddr, path::PathBuf, time::Duration};
 
 use clap::{Args, Parser, Subcommand};
 
@@ -80,6 +80,10 @@ pub struct Run {
     /// Address and port for operators, or none [default: the file's, or 127.0.0.1:9900]
     #[arg(long, value_name = "ADDR")]
     admin_listen: Option<AdminListen>,
+
+    /// Worker threads [default: one per processor]
+    #[arg(long, value_name = "N", value_parser = threads)]
+    pub threads: Option<usize>,
 }
 
 /// `tidegate check`
@@ -104,6 +108,10 @@ pub struct Demo {
     /// Prints lines instead of a live table
     #[arg(long)]
     pub plain: bool,
+
+    /// Only runs the sample upstream, at this address and port, until it is stopped
+    #[arg(long, value_name = "ADDR")]
+    pub provider_only: Option<SocketAddr>,
 }
 
 impl Run {
@@ -144,6 +152,13 @@ impl Run {
 
 fn command_of(cli: Cli) -> Command {
     cli.command.unwrap_or_else(|| Command::Run(Run::default()))
+}
+
+fn threads(text: &str) -> Result<usize, String> {
+    match text.parse() {
+        Ok(count @ 1..=1024) => Ok(count),
+        _ => Err("must be a whole number from 1 to 1024".to_owned()),
+    }
 }
 
 // Any text will do: the checks of the configuration name the flag and hide the password.

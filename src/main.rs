@@ -2,7 +2,11 @@
 
 use std::process::ExitCode;
 
-use tidegate::{app, check, cli, cli::Command, config::Config, demo};
+use tidegate::{
+    app, check,
+    cli::{self, Command},
+    config::{Config, ConfigError},
+};
 
 #[global_allocator]
 static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
@@ -12,19 +16,19 @@ const EXIT_USAGE: u8 = 2;
 
 fn main() -> ExitCode {
     let command = cli::parse();
-    tidegate::init();
+    app::init();
     match command {
         Command::Run(run) => with_config(run.load(), |config| app::main(config, run.threads)),
         Command::Check(options) => with_config(Config::load(&options.config), |config| {
             print!("{}", check::report(&config));
             ExitCode::SUCCESS
         }),
-        Command::Demo(options) => demo::main(&options),
+        Command::Demo(options) => app::demo(&options),
     }
 }
 
 fn with_config(
-    config: Result<Config, tidegate::config::ConfigError>,
+    config: Result<Config, ConfigError>,
     then: impl FnOnce(Config) -> ExitCode,
 ) -> ExitCode {
     match config {

@@ -47,7 +47,12 @@ pub(super) struct Counts {
 impl Provider {
     /// Starts it on a free port of this host.
     pub async fn start(slots: usize) -> io::Result<Self> {
-        let listener = TcpListener::bind("127.0.0.1:0").await?;
+        Self::start_at(([127, 0, 0, 1], 0).into(), slots).await
+    }
+
+    /// Starts it at an address.
+    pub async fn start_at(addr: SocketAddr, slots: usize) -> io::Result<Self> {
+        let listener = TcpListener::bind(addr).await?;
         let addr = listener.local_addr()?;
         let counts = Arc::<Mutex<Counts>>::default();
         let server = tokio::spawn(serve(listener, slots, Arc::clone(&counts))).abort_handle();
