@@ -1,12 +1,27 @@
-//! Tidegate, a reverse proxy that holds a fleet-wide limit on requests in flight.
+#![doc = include_str!("../ARCHITECTURE.md")]
 
+pub mod admin;
 pub mod admission;
+pub mod app;
+mod body;
 pub mod check;
 pub mod cli;
+mod client;
 pub mod config;
 pub mod demo;
+mod exchange;
+mod gauge;
+mod headers;
 pub mod leases;
 pub mod ledger;
 pub mod metrics;
+pub mod proxy;
 pub mod reason;
+mod registry;
+mod reply;
+mod route;
+pub mod server;
 pub mod store;
+mod target;
+mod upload;
+mod upstream;
