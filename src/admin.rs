@@ -46,7 +46,8 @@ pub async fn serve(listener: TcpListener, admin: Arc<Admin>) {
                 async move { Ok::<_, Infallible>(admin.answer(request).await) }
             });
             let io = TokioIo::new(stream);
-            let _ = http1::Builder::new().timer(TokioTimer::new()).serve_connection(io, service).await;
+            let _ =
+                http1::Builder::new().timer(TokioTimer::new()).serve_connection(io, service).await;
         });
     }
 }
@@ -72,7 +73,10 @@ impl Admin {
         let known = ["/livez", "/readyz", "/status", "/metrics"];
         let path = request.uri().path();
         if !known.contains(&path) {
-            return text(StatusCode::NOT_FOUND, "not found; there are /livez /readyz /status /metrics\n");
+            return text(
+                StatusCode::NOT_FOUND,
+                "not found; there are /livez /readyz /status /metrics\n",
+            );
         }
         if request.method() != Method::GET && request.method() != Method::HEAD {
             return text(StatusCode::METHOD_NOT_ALLOWED, "only GET\n");
@@ -112,7 +116,7 @@ impl Admin {
             limits.insert(name.to_string(), limit_status(&outlook, index, status));
         }
         json!({
-            "instance": self.instance,
+            "instance": self.instance.to_string(),
             "store": { "kind": self.store, "up": outlook.up },
             "recovery": outlook.recovering,
             "draining": *self.draining.borrow(),
@@ -133,8 +137,7 @@ fn limit_status(outlook: &Outlook, index: usize, status: Result<SetStatus, Store
     });
     let waiting: u32 = status.waiting.iter().map(|(count, _)| count).sum();
     let oldest = status.waiting.iter().map(|(_, oldest)| *oldest).max();
-    let queue_seconds =
-        hold.map(|hold| f64::from(waiting) * hold / f64::from(status.slots.max(1)));
+    let queue_seconds = hold.map(|hold| f64::from(waiting) * hold / f64::from(status.slots.max(1)));
     json!({
         "slots": status.slots,
         "in_use": status.used,

@@ -39,6 +39,7 @@ struct RoutePlan {
 #[must_use = "dropping a permit gives its slots back"]
 #[derive(Debug)]
 pub struct Permit {
+    id: Uuid,
     /// None where the route has no limit.
     held: Option<Held>,
     taken: Instant,
@@ -47,7 +48,7 @@ pub struct Permit {
 
 #[derive(Debug)]
 struct Held {
-    lease: Lease,
+    _lease: Lease,
     meters: Arc<[LimitMetrics]>,
 }
 
@@ -99,22 +100,18 @@ impl Admission {
     /// A [`Refusal`] when a limit, the store or this process won't take the request.
     pub async fn admit(&self, route: usize) -> Result<Permit, Refusal> {
         let plan = &self.routes[route];
-        let asked = Instant::now();
+        let (id, asked) = (Uuid::now_v7(), Instant::now());
         if plan.wants.is_empty() {
-            return Ok(Permit { held: None, taken: asked, max_hold: None });
+            return Ok(Permit { id, held: None, taken: asked, max_hold: None });
         }
-        let ask = Ask {
-            id: Uuid::now_v7(),
-            wants: Arc::clone(&plan.wants),
-            class: 0,
-            route: Arc::clone(&plan.name),
-        };
+        let ask =
+            Ask { id, wants: Arc::clone(&plan.wants), class: 0, route: Arc::clone(&plan.name) };
         match self.leases.acquire(ask).await {
             Ok(lease) => {
                 let taken = lease.taken();
                 plan.meters.iter().for_each(|meter| meter.granted(taken - asked));
-                let held = Some(Held { lease, meters: Arc::clone(&plan.meters) });
-                Ok(Permit { held, taken, max_hold: plan.max_hold })
+                let held = Some(Held { _lease: lease, meters: Arc::clone(&plan.meters) });
+                Ok(Permit { id, held, taken, max_hold: plan.max_hold })
             }
             Err(refused) => {
                 plan.meters.iter().for_each(LimitMetrics::refused);
@@ -155,9 +152,9 @@ impl Admission {
 }
 
 impl Permit {
-    /// The id under which the slots are taken, new for every request; none where the route has no limit.
-    pub fn holder(&self) -> Option<Uuid> {
-        self.held.as_ref().map(|held| held.lease.id())
+    /// The id under which the slots are taken, new for every request.
+    pub fn holder(&self) -> Uuid {
+        self.id
     }
 
     /// When the slots were taken.

@@ -12,9 +12,9 @@ use std::{
 };
 
 use tokio::{
+    net::TcpListener,
     runtime::Builder,
     signal::unix::{SignalKind, signal},
-    net::TcpListener,
     sync::{oneshot, watch},
 };
 
@@ -221,7 +221,8 @@ async fn stop_signal() {
             _ = interrupt.recv() => "SIGINT",
         }
     };
-    tracing::info!(signal = next().await, "draining; a second signal ends at once");
+    let signal = next().await;
+    tracing::info!(signal, "draining; a second signal ends at once");
     tokio::spawn(async move {
         let signal = next().await;
         tracing::warn!(signal, "ending at once");

@@ -405,11 +405,6 @@ fn land(desk: &Arc<Desk>, flown: Flown) -> bool {
 // === impl Lease and Pending ===
 
 impl Lease {
-    /// The holder id.
-    pub fn id(&self) -> Uuid {
-        self.id
-    }
-
     /// When the slots were taken, by this instance's clock.
     pub fn taken(&self) -> Instant {
         self.taken

@@ -68,7 +68,5 @@ pub async fn serve<H: Handler>(
     settings: config::Server,
     stop: impl Future<Output = ()>,
 ) -> Drained {
-    accept::Acceptor::new(listener, handler, settings)
-        .run(stop)
-        .await
+    accept::Acceptor::new(listener, handler, settings).run(stop).await
 }

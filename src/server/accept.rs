@@ -52,9 +52,7 @@ impl<H: Handler> Acceptor<H> {
         let (alive, all_gone) = mpsc::channel(1);
         Self {
             listener,
-            permits: Arc::new(Semaphore::new(
-                settings.max_connections.min(Semaphore::MAX_PERMITS),
-            )),
+            permits: Arc::new(Semaphore::new(settings.max_connections.min(Semaphore::MAX_PERMITS))),
             drain_timeout: settings.drain_timeout,
             server: Arc::new(Server::new(handler, &settings)),
             clients: Vec::new(),
@@ -97,14 +95,7 @@ impl<H: Handler> Acceptor<H> {
     }
 
     async fn drain(self) -> Drained {
-        let Self {
-            listener,
-            clients,
-            alive,
-            mut all_gone,
-            drain_timeout,
-            ..
-        } = self;
+        let Self { listener, clients, alive, mut all_gone, drain_timeout, .. } = self;
         drop((listener, alive));
         let tell = |command| {
             for client in clients.iter().filter_map(Weak::upgrade) {
@@ -129,10 +120,7 @@ async fn next(
     listener: &TcpListener,
     permits: &Arc<Semaphore>,
 ) -> (TcpStream, SocketAddr, OwnedSemaphorePermit) {
-    let permit = Arc::clone(permits)
-        .acquire_owned()
-        .await
-        .expect("the semaphore is never closed");
+    let permit = Arc::clone(permits).acquire_owned().await.expect("the semaphore is never closed");
     let mut pause = BACKOFF.0;
     loop {
         match listener.accept().await {

@@ -75,10 +75,7 @@ impl RequestBody {
     ) -> (Request<Self>, Option<Arc<BodyWatch>>) {
         let (parts, incoming) = request.into_parts();
         if incoming.is_end_stream() {
-            let body = Self {
-                incoming: Some(incoming),
-                link: None,
-            };
+            let body = Self { incoming: Some(incoming), link: None };
             return (Request::from_parts(parts, body), None);
         }
         let watch = Arc::new(BodyWatch::default());
@@ -89,10 +86,7 @@ impl RequestBody {
             blocks_connection: parts.version < Version::HTTP_2,
             awaits_continue: parts.headers.contains_key(EXPECT),
         };
-        let body = Self {
-            incoming: Some(incoming),
-            link: Some(link),
-        };
+        let body = Self { incoming: Some(incoming), link: Some(link) };
         (Request::from_parts(parts, body), Some(watch))
     }
 
@@ -210,11 +204,7 @@ impl BodyWatch {
     fn poll_stalled(&self, cx: &mut Context<'_>) -> Poll<()> {
         self.waker.register(cx.waker());
         self.waiting.store(true, Relaxed);
-        if self.stalled.load(Acquire) {
-            Poll::Ready(())
-        } else {
-            Poll::Pending
-        }
+        if self.stalled.load(Acquire) { Poll::Ready(()) } else { Poll::Pending }
     }
 
     fn record(&self, frame: &Frame<Bytes>) {

@@ -104,8 +104,7 @@ impl ClientConn {
 
     pub(super) fn begin(self: &Arc<Self>) -> InFlight {
         self.traffic.head_started.store(false, Relaxed);
-        self.requests
-            .store(self.requests.load(Relaxed) + 1, Relaxed);
+        self.requests.store(self.requests.load(Relaxed) + 1, Relaxed);
         self.in_flight.fetch_add(1, AcqRel);
         InFlight(Arc::clone(self))
     }

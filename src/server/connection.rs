@@ -69,12 +69,7 @@ impl<H: Handler> Server<H> {
             .max_header_list_size(BUFFER as u32)
             .keep_alive_interval(PING)
             .keep_alive_timeout(PING);
-        Self {
-            handler,
-            limits: Limits::new(settings),
-            http1,
-            http2,
-        }
+        Self { handler, limits: Limits::new(settings), http1, http2 }
     }
 
     /// Serves one client until it leaves or is told to.
@@ -92,10 +87,8 @@ impl<H: Handler> Server<H> {
         let one_at_a_time = protocol == Protocol::Http1;
         let io = Metered::new(socket, prefix, Arc::clone(&client), one_at_a_time);
         let io = TokioIo::new(io);
-        let exchange = Arc::new(Exchange {
-            handler: Arc::clone(&self.handler),
-            client: Arc::clone(&client),
-        });
+        let exchange =
+            Arc::new(Exchange { handler: Arc::clone(&self.handler), client: Arc::clone(&client) });
         let service = service_fn(move |request| Arc::clone(&exchange).call(request));
         match protocol {
             Protocol::Http1 => {
@@ -231,7 +224,5 @@ fn close_if_unread<B>(response: &mut Response<B>, body: &BodyWatch, client: &Cli
     if client.has_rest() && client.poll_rest(&mut cx).is_ready() {
         return;
     }
-    response
-        .headers_mut()
-        .insert(CONNECTION, HeaderValue::from_static("close"));
+    response.headers_mut().insert(CONNECTION, HeaderValue::from_static("close"));
 }

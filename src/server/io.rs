@@ -127,12 +127,7 @@ impl<T> Metered<T> {
         client: Arc<ClientConn>,
         one_at_a_time: bool,
     ) -> Self {
-        Self {
-            inner,
-            prefix: Some(prefix),
-            client,
-            one_at_a_time,
-        }
+        Self { inner, prefix: Some(prefix), client, one_at_a_time }
     }
 
     fn count_read(&self, size: usize) {
@@ -140,9 +135,7 @@ impl<T> Metered<T> {
             return;
         }
         let traffic = &self.client.traffic;
-        traffic
-            .read
-            .store(traffic.read.load(Relaxed) + size as u64, Relaxed);
+        traffic.read.store(traffic.read.load(Relaxed) + size as u64, Relaxed);
         if self.one_at_a_time && self.client.in_flight() == 0 && !self.client.has_rest() {
             traffic.head_started.store(true, Relaxed);
         }
@@ -152,9 +145,7 @@ impl<T> Metered<T> {
         let traffic = &self.client.traffic;
         traffic.write_blocked.store(result.is_pending(), Relaxed);
         if let Poll::Ready(Ok(size)) = result {
-            traffic
-                .written
-                .store(traffic.written.load(Relaxed) + size as u64, Relaxed);
+            traffic.written.store(traffic.written.load(Relaxed) + size as u64, Relaxed);
         }
         result
     }

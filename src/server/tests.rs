@@ -153,21 +153,12 @@ impl Running {
         };
         change(&mut settings);
         let (send, events) = mpsc::unbounded_channel();
-        let handler = Arc::new(Scripted {
-            events: send,
-            gate: Semaphore::new(0),
-        });
+        let handler = Arc::new(Scripted { events: send, gate: Semaphore::new(0) });
         let (stop, stopped) = oneshot::channel();
         let served = tokio::spawn(serve(listener, Arc::clone(&handler), settings, async {
             let _ = stopped.await;
         }));
-        Self {
-            addr,
-            events,
-            handler,
-            stop: Some(stop),
-            served,
-        }
+        Self { addr, events, handler, stop: Some(stop), served }
     }
 
     async fn connect(&self) -> TcpStream {
@@ -198,9 +189,8 @@ impl Running {
 /// Reads until the server closes; a reset counts as a close.
 async fn read_all(client: &mut TcpStream) -> String {
     let mut bytes = Vec::new();
-    let _ = time::timeout(PATIENCE, client.read_to_end(&mut bytes))
-        .await
-        .expect("the server closes");
+    let _ =
+        time::timeout(PATIENCE, client.read_to_end(&mut bytes)).await.expect("the server closes");
     String::from_utf8_lossy(&bytes).into_owned()
 }
 
@@ -219,9 +209,7 @@ type Http2 = hyper::client::conn::http2::SendRequest<Full<Bytes>>;
 async fn http2(running: &Running) -> (Http2, JoinHandle<()>) {
     let io = hyper_util::rt::TokioIo::new(running.connect().await);
     let exec = hyper_util::rt::TokioExecutor::new();
-    let (send, conn) = hyper::client::conn::http2::handshake(exec, io)
-        .await
-        .unwrap();
+    let (send, conn) = hyper::client::conn::http2::handshake(exec, io).await.unwrap();
     let conn = tokio::spawn(async move {
         let _ = conn.await;
     });
@@ -229,9 +217,7 @@ async fn http2(running: &Running) -> (Http2, JoinHandle<()>) {
 }
 
 fn get(path: &str) -> Request<Full<Bytes>> {
-    Request::get(format!("http://tidegate{path}"))
-        .body(Full::default())
-        .unwrap()
+    Request::get(format!("http://tidegate{path}")).body(Full::default()).unwrap()
 }
 
 #[tokio::test]
@@ -243,14 +229,9 @@ async fn every_version_is_served() {
 
     let mut new = running.connect().await;
     for _ in 0..3 {
-        new.write_all(b"GET /ok HTTP/1.1\r\nHost: a\r\n\r\n")
-            .await
-            .unwrap();
+        new.write_all(b"GET /ok HTTP/1.1\r\nHost: a\r\n\r\n").await.unwrap();
         let reply = read_until(&mut new, "ok").await;
-        assert!(
-            reply.starts_with("HTTP/1.1 200") && !reply.contains("close"),
-            "{reply}"
-        );
+        assert!(reply.starts_with("HTTP/1.1 200") && !reply.contains("close"), "{reply}");
     }
 
     let (mut http2, _conn) = http2(&running).await;
@@ -261,9 +242,7 @@ async fn every_version_is_served() {
 #[tokio::test]
 async fn a_panic_ends_only_its_connection() {
     let running = Running::new(|_| {}).await;
-    let mut bad = running
-        .send(b"GET /panic HTTP/1.1\r\nHost: a\r\n\r\n")
-        .await;
+    let mut bad = running.send(b"GET /panic HTTP/1.1\r\nHost: a\r\n\r\n").await;
     assert_eq!(read_all(&mut bad).await, "");
     let mut good = running.send(b"GET /ok HTTP/1.0\r\n\r\n").await;
     assert!(read_all(&mut good).await.ends_with("ok"));

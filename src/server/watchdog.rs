@@ -128,11 +128,7 @@ impl Watchdog {
             let now = Instant::now();
             let verdict = this.state.check(now, on);
             *this.ticking = this.state.has_work(on);
-            let pause = if *this.ticking {
-                this.state.limits.tick
-            } else {
-                this.state.limits.slow
-            };
+            let pause = if *this.ticking { this.state.limits.tick } else { this.state.limits.slow };
             this.sleep.as_mut().reset(now + pause);
             if let Some(verdict) = verdict {
                 return Poll::Ready(verdict);
@@ -172,10 +168,7 @@ impl State {
             Some(head) if head.moved == requests => (now - head.since >= self.limits.header)
                 .then_some(Verdict::Cut("the head of a request did not come in time")),
             _ => {
-                self.head = Some(Window {
-                    since: now,
-                    moved: requests,
-                });
+                self.head = Some(Window { since: now, moved: requests });
                 None
             }
         }
@@ -183,14 +176,8 @@ impl State {
 
     fn check_write(&mut self, now: Instant, on: &ClientConn) -> Option<Verdict> {
         let pending = on.traffic.write_blocked.load(Relaxed);
-        stalled(
-            &mut self.write,
-            pending,
-            on.bytes_written(),
-            now,
-            self.limits.stall,
-        )
-        .then_some(Verdict::Cut("the client stopped reading"))
+        stalled(&mut self.write, pending, on.bytes_written(), now, self.limits.stall)
+            .then_some(Verdict::Cut("the client stopped reading"))
     }
 
     fn check_bodies(&mut self, now: Instant, on: &ClientConn) {
@@ -219,10 +206,7 @@ impl State {
         let requests = on.requests();
         let busy = on.in_flight() > 0 || on.traffic.write_blocked.load(Relaxed) || on.has_rest();
         if busy || requests != self.idle.moved {
-            self.idle = Window {
-                since: now,
-                moved: requests,
-            };
+            self.idle = Window { since: now, moved: requests };
         }
         (!self.closing && now - self.idle.since >= self.limits.keepalive).then_some(Verdict::Close)
     }

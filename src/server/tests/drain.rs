@@ -14,10 +14,7 @@ async fn running_requests_finish_and_idle_connections_close() {
     running.stop().await;
     assert_eq!(read_all(&mut silent).await, "");
     assert_eq!(read_all(&mut idle).await, "");
-    assert!(
-        TcpStream::connect(running.addr).await.is_err(),
-        "still open"
-    );
+    assert!(TcpStream::connect(running.addr).await.is_err(), "still open");
     running.handler.gate.add_permits(1);
     let reply = read_all(&mut busy).await;
     assert!(reply.contains("connection: close"), "{reply}");
@@ -38,10 +35,7 @@ async fn http2_connections_drain() {
     time::timeout(PATIENCE, idle_conn).await.unwrap().unwrap();
     running.handler.gate.add_permits(1);
     let reply = request.await.unwrap().unwrap();
-    assert_eq!(
-        reply.into_body().collect().await.unwrap().to_bytes(),
-        "late"
-    );
+    assert_eq!(reply.into_body().collect().await.unwrap().to_bytes(), "late");
     assert_eq!(running.drained().await, Drained { cut: 0 });
 }
 

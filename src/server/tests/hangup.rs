@@ -59,9 +59,7 @@ async fn half_close() {
 #[tokio::test]
 async fn leaving_while_the_response_streams() {
     let mut running = Running::new(|_| {}).await;
-    let client = running
-        .send(b"GET /flood HTTP/1.1\r\nHost: a\r\n\r\n\r\n")
-        .await;
+    let client = running.send(b"GET /flood HTTP/1.1\r\nHost: a\r\n\r\n\r\n").await;
     running.expect(Event::Entered).await;
     drop(client);
     running.expect(Event::Dropped).await;

@@ -10,10 +10,7 @@ fn head(extra: &str, size: usize) -> String {
 async fn refused(size: usize) -> String {
     let running = Running::new(|_| {}).await;
     let mut client = running.send(head("", size).as_bytes()).await;
-    client
-        .write_all(&vec![b'x'; size])
-        .await
-        .expect("the server takes the body");
+    client.write_all(&vec![b'x'; size]).await.expect("the server takes the body");
     let mut reply = Vec::new();
     time::timeout(PATIENCE, client.read_to_end(&mut reply))
         .await

@@ -47,10 +47,7 @@ async fn idling_outlasts_the_header_timeout_and_the_next_head_has_its_own() {
     let running = Running::new(|settings| settings.header_timeout = SHORT).await;
     let mut client = running.connect().await;
     for _ in 0..2 {
-        client
-            .write_all(b"GET /ok HTTP/1.1\r\nHost: a\r\n\r\n")
-            .await
-            .unwrap();
+        client.write_all(b"GET /ok HTTP/1.1\r\nHost: a\r\n\r\n").await.unwrap();
         read_until(&mut client, "ok").await;
         time::sleep(SHORT * 3).await;
     }
@@ -66,10 +63,7 @@ async fn idle_connections_close_after_the_keepalive_timeout() {
 
     let (mut http2, conn) = http2(&running).await;
     http2.send_request(get("/ok")).await.unwrap();
-    time::timeout(PATIENCE, conn)
-        .await
-        .expect("closed")
-        .unwrap();
+    time::timeout(PATIENCE, conn).await.expect("closed").unwrap();
 }
 
 #[tokio::test]
@@ -90,9 +84,7 @@ async fn a_waiting_request_outlasts_every_timeout() {
 #[tokio::test]
 async fn stalled_reader_is_cut() {
     let mut running = Running::new(|settings| settings.stall_timeout = SHORT).await;
-    let _client = running
-        .send(b"GET /flood HTTP/1.1\r\nHost: a\r\n\r\n")
-        .await;
+    let _client = running.send(b"GET /flood HTTP/1.1\r\nHost: a\r\n\r\n").await;
     running.expect(Event::Entered).await;
     running.expect(Event::Dropped).await;
 }
@@ -109,10 +101,7 @@ async fn stalled_http2_reader_is_cut() {
     let _kept = reply;
     // The stream's window is used up, which is no stall of the connection.
     let quiet = time::timeout(SHORT * 4, running.events.recv()).await;
-    assert!(
-        quiet.is_err(),
-        "an HTTP/2 stream waiting for its window was cut"
-    );
+    assert!(quiet.is_err(), "an HTTP/2 stream waiting for its window was cut");
 }
 
 #[tokio::test]
@@ -131,9 +120,8 @@ async fn slow_but_moving_reader_is_not_cut() {
 #[tokio::test]
 async fn stalled_upload_ends_with_stalled() {
     let mut running = Running::new(|settings| settings.stall_timeout = SHORT).await;
-    let mut client = running
-        .send(b"POST /read HTTP/1.1\r\nHost: a\r\nContent-Length: 10\r\n\r\nx")
-        .await;
+    let mut client =
+        running.send(b"POST /read HTTP/1.1\r\nHost: a\r\nContent-Length: 10\r\n\r\nx").await;
     running.expect(Event::Body(Err("stalled"))).await;
     let reply = read_all(&mut client).await;
     assert!(reply.starts_with("HTTP/1.1 408"), "{reply}");
@@ -143,9 +131,8 @@ async fn stalled_upload_ends_with_stalled() {
 #[tokio::test]
 async fn slow_but_moving_upload_is_read() {
     let mut running = Running::new(|settings| settings.stall_timeout = SHORT * 2).await;
-    let mut client = running
-        .send(b"POST /read HTTP/1.1\r\nHost: a\r\nContent-Length: 20480\r\n\r\n")
-        .await;
+    let mut client =
+        running.send(b"POST /read HTTP/1.1\r\nHost: a\r\nContent-Length: 20480\r\n\r\n").await;
     for _ in 0..20 {
         client.write_all(&[b'x'; 1024]).await.unwrap();
         time::sleep(SHORT / 4).await;

@@ -1,0 +1,209 @@
+//! Every answer that Tidegate makes itself.
+
+use std::time::Duration;
+
+use bytes::Bytes;
+use http::{
+    HeaderName, HeaderValue, Response, StatusCode,
+    header::{ALLOW, CONTENT_TYPE, RETRY_AFTER},
+};
+
+use crate::{admission::Refusal, body::ResponseBody, headers, reason::Reason, server::Refused};
+
+const TIDEGATE_REASON: HeaderName = HeaderName::from_static("tidegate-reason");
+const RETRY_AFTER_MS: HeaderName = HeaderName::from_static("retry-after-ms");
+const X_SHOULD_RETRY: HeaderName = HeaderName::from_static("x-should-retry");
+
+/// What is said where no wait was measured.
+const UNMEASURED_WAIT: Duration = Duration::from_secs(2);
+const SHORTEST_WAIT: Duration = Duration::from_secs(1);
+const LONGEST_WAIT: Duration = Duration::from_secs(20);
+
+/// An answer in the making.
+#[derive(Debug)]
+pub(crate) struct Reply {
+    reason: Reason,
+    expected_wait: Option<Duration>,
+    allow: Option<HeaderValue>,
+    upstream: Option<Duration>,
+}
+
+/// What a client should do next.
+enum Advice {
+    /// Come back, but not all at once.
+    Later,
+    /// The same request will fail the same way.
+    Never,
+    /// It depends on the upstream.
+    Unsaid,
+}
+
+impl Reply {
+    pub(crate) fn method_not_allowed(allow: HeaderValue) -> Self {
+        Self { allow: Some(allow), ..Reason::MethodNotAllowed.into() }
+    }
+
+    /// How long the upstream was tried.
+    pub(crate) fn after(mut self, upstream: Duration) -> Self {
+        self.upstream = Some(upstream);
+        self
+    }
+
+    /// The answer, without its body for `HEAD`.
+    pub(crate) fn respond(self, is_head: bool, queue: Duration) -> Response<ResponseBody> {
+        let (status, detail) = self.reason.answer();
+        let body = problem(self.reason, status, detail);
+        let mut response =
+            Response::new(ResponseBody::whole(if is_head { Bytes::new() } else { body }));
+        *response.status_mut() = status;
+        response.extensions_mut().insert(Refused);
+        let head = response.headers_mut();
+        head.insert(TIDEGATE_REASON, HeaderValue::from_static(self.reason.as_str()));
+        head.insert(CONTENT_TYPE, HeaderValue::from_static("application/problem+json"));
+        match advice(self.reason) {
+            Advice::Later => {
+                let wait_ms = draw(self.expected_wait);
+                head.insert(RETRY_AFTER_MS, wait_ms.into());
+                head.insert(RETRY_AFTER, wait_ms.div_ceil(1000).into());
+            }
+            Advice::Never => {
+                head.insert(X_SHOULD_RETRY, HeaderValue::from_static("false"));
+            }
+            Advice::Unsaid => {}
+        }
+        if let Some(allow) = self.allow {
+            head.insert(ALLOW, allow);
+        }
+        headers::add_timing(
+            head,
+            queue.as_micros(),
+            self.upstream.map(|upstream| upstream.as_micros()),
+        );
+        response
+    }
+}
+
+impl From<Reason> for Reply {
+    fn from(reason: Reason) -> Self {
+        Self { reason, expected_wait: None, allow: None, upstream: None }
+    }
+}
+
+impl From<Refusal> for Reply {
+    fn from(refusal: Refusal) -> Self {
+        Self { expected_wait: refusal.expected_wait, ..refusal.reason.into() }
+    }
+}
+
+/// The answer to `OPTIONS *`, which asks what the proxy itself can do.
+pub(crate) fn options() -> Response<ResponseBody> {
+    let mut response = Response::new(ResponseBody::whole(Bytes::new()));
+    *response.status_mut() = StatusCode::NO_CONTENT;
+    response.extensions_mut().insert(Refused);
+    headers::add_timing(response.headers_mut(), 0, None);
+    response
+}
+
+fn advice(reason: Reason) -> Advice {
+    match reason {
+        Reason::QueueFull
+        | Reason::QueueTimeout
+        | Reason::Recovering
+        | Reason::StoreDown
+        | Reason::ProcessFull
+        | Reason::Draining => Advice::Later,
+        Reason::TooHeavy
+        | Reason::NoRoute
+        | Reason::MethodNotAllowed
+        | Reason::BadRequest
+        | Reason::ClientTimeout => Advice::Never,
+        Reason::UpstreamConnect
+        | Reason::UpstreamTimeout
+        | Reason::UpstreamReset
+        | Reason::MaxHold
+        | Reason::Internal => Advice::Unsaid,
+    }
+}
+
+/// A wait in milliseconds, drawn for each answer: a crowd sent away together must not come back together.
+fn draw(expected: Option<Duration>) -> u64 {
+    let base = expected.unwrap_or(UNMEASURED_WAIT).clamp(SHORTEST_WAIT, LONGEST_WAIT);
+    let base_ms = u64::try_from(base.as_millis()).expect("clamped");
+    fastrand::u64(base_ms..=base_ms * 3 / 2)
+}
+
+/// RFC 9457. None of the texts needs escaping.
+fn problem(reason: Reason, status: StatusCode, detail: &str) -> Bytes {
+    let title = status.canonical_reason().unwrap_or_default();
+    let word = reason.as_str();
+    let status = status.as_u16();
+    Bytes::from(format!(
+        r#"{{"type":"about:blank","title":"{title}","status":{status},"detail":"{detail}","reason":"{word}"}}"#
+    ))
+}
+
+#[cfg(test)]
+mod tests {
+    use http_body::Body;
+
+    use super::*;
+
+    fn number(response: &Response<ResponseBody>, name: &str) -> u64 {
+        response.headers()[name].to_str().unwrap().parse().unwrap()
+    }
+
+    #[test]
+    fn every_reason_makes_a_valid_problem() {
+        for reason in Reason::ALL {
+            let (status, detail) = reason.answer();
+            let body: serde_json::Value =
+                serde_json::from_slice(&problem(reason, status, detail)).unwrap();
+            assert_eq!(body["type"], "about:blank");
+            assert_eq!(body["status"], status.as_u16());
+            assert_eq!(body["detail"], detail);
+            assert_eq!(body["reason"], reason.as_str());
+            let response = Reply::from(reason).respond(false, Duration::ZERO);
+            assert_eq!(response.status(), status);
+            assert_eq!(response.headers()["tidegate-reason"], reason.as_str());
+            assert!(response.extensions().get::<Refused>().is_some());
+            let never = response.headers().get("x-should-retry").is_some();
+            assert_eq!(never, status.is_client_error(), "{reason:?}");
+            assert!(!never || !response.headers().contains_key("retry-after"));
+        }
+    }
+
+    #[test]
+    fn retry_after_is_drawn_around_the_expected_wait() {
+        for (expected, base) in
+            [(None, 2_000), (Some(5_000), 5_000), (Some(3), 1_000), (Some(900_000), 20_000)]
+        {
+            let mut seen = std::collections::HashSet::new();
+            for _ in 0..200 {
+                let refusal = Refusal {
+                    reason: Reason::QueueFull,
+                    limit: None,
+                    expected_wait: expected.map(Duration::from_millis),
+                };
+                let response = Reply::from(refusal).respond(false, Duration::ZERO);
+                let ms = number(&response, "retry-after-ms");
+                assert!((base..=base * 3 / 2).contains(&ms), "{ms}");
+                assert_eq!(number(&response, "retry-after"), ms.div_ceil(1000));
+                seen.insert(ms);
+            }
+            assert!(seen.len() > 50, "no jitter");
+        }
+    }
+
+    #[test]
+    fn head_gets_no_body() {
+        let response = Reply::from(Reason::NoRoute).respond(true, Duration::ZERO);
+        assert!(response.body().is_end_stream());
+    }
+
+    #[test]
+    fn a_wrong_method_carries_allow() {
+        let reply = Reply::method_not_allowed(HeaderValue::from_static("POST"));
+        let response = reply.respond(false, Duration::ZERO);
+        assert_eq!(response.headers()["allow"], "POST");
+    }
+}

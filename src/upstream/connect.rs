@@ -1,0 +1,281 @@
+//! Connects to an upstream and learns when a connection is really gone.
+//!
+//! A slot may only be given back once the upstream can see that its client left. hyper closes a
+//! connection some time after its response is dropped, and a FIN queues behind unsent bytes, perhaps
+//! for ever. So the socket is wrapped: [`UpstreamConn::abort`] fails every further read and write,
+//! hyper then drops the wrapper, the socket closes with a reset, and [`UpstreamConn::closed`] tells.
+
+use std::{
+    io,
+    pin::Pin,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+    task::{Context, Poll},
+    time::Duration,
+};
+
+use futures_util::task::AtomicWaker;
+use http::Uri;
+use hyper_rustls::{ConfigBuilderExt, HttpsConnector, HttpsConnectorBuilder, MaybeHttpsStream};
+use hyper_util::{
+    client::legacy::connect::{Connected, Connection, HttpConnector},
+    rt::TokioIo,
+};
+use rustls::{ClientConfig, RootCertStore, crypto::aws_lc_rs};
+use tokio::{
+    io::{AsyncRead, AsyncWrite, ReadBuf},
+    net::TcpStream,
+    sync::Notify,
+};
+use tower_service::Service;
+
+use crate::body::BoxError;
+
+/// Connects within a bound on TCP and TLS together.
+#[derive(Clone)]
+pub(crate) struct Connector {
+    https: Arc<HttpsConnector<Tcp>>,
+    timeout: Duration,
+}
+
+/// What the rest of the proxy knows of one connection.
+#[derive(Debug, Default)]
+pub(crate) struct UpstreamConn {
+    aborted: AtomicBool,
+    closed: AtomicBool,
+    gone: Notify,
+    /// Whether a response came over it before.
+    reused: AtomicBool,
+    /// Whether a byte came in since the last one went out.
+    heard: AtomicBool,
+    reader: AtomicWaker,
+    writer: AtomicWaker,
+}
+
+type Connecting<T> = Pin<Box<dyn Future<Output = Result<T, BoxError>> + Send>>;
+
+/// TCP alone, below TLS.
+#[derive(Clone)]
+struct Tcp(HttpConnector);
+
+/// A socket that tells when it is dropped. The order of the fields is the order of events.
+pub(crate) struct Socket {
+    stream: TcpStream,
+    closing: Closing,
+}
+
+struct Closing(Arc<UpstreamConn>);
+
+// === impl UpstreamConn ===
+
+impl UpstreamConn {
+    /// Has the connection closed as soon as its task runs, by reset.
+    pub(crate) fn abort(&self) {
+        self.aborted.store(true, Ordering::Release);
+        self.reader.wake();
+        self.writer.wake();
+    }
+
+    /// Waits until the socket was closed.
+    pub(crate) async fn closed(&self) {
+        let gone = self.gone.notified();
+        tokio::pin!(gone);
+        // Enabled before the look, so that a close in between isn't missed.
+        gone.as_mut().enable();
+        if !self.closed.load(Ordering::Acquire) {
+            gone.await;
+        }
+    }
+
+    /// Notes that a response began.
+    pub(crate) fn answered(&self) {
+        self.reused.store(true, Ordering::Relaxed);
+    }
+
+    /// Whether the connection may simply have been too old: it served before, and not a byte
+    /// came back since the last request went out.
+    pub(crate) fn was_stale(&self) -> bool {
+        self.reused.load(Ordering::Relaxed) && !self.heard.load(Ordering::Relaxed)
+    }
+
+    /// Fails once the connection was aborted. Called after the waker was registered.
+    fn check(&self) -> io::Result<()> {
+        if self.aborted.load(Ordering::Acquire) {
+            return Err(io::ErrorKind::ConnectionAborted.into());
+        }
+        Ok(())
+    }
+}
+
+impl Drop for Closing {
+    fn drop(&mut self) {
+        self.0.closed.store(true, Ordering::Release);
+        self.0.gone.notify_waiters();
+    }
+}
+
+// === impl Connector ===
+
+impl Connector {
+    pub(crate) fn new(is_tls: bool, timeout: Duration) -> Self {
+        let mut tcp = HttpConnector::new();
+        tcp.enforce_http(false);
+        tcp.set_nodelay(true);
+        let https = HttpsConnectorBuilder::new()
+            .with_tls_config(tls(is_tls))
+            .https_or_http()
+            .enable_http1()
+            .wrap_connector(Tcp(tcp));
+        Self { https: Arc::new(https), timeout }
+    }
+}
+
+/// Trusts what the system trusts. Without TLS the system's store isn't read at all.
+fn tls(is_used: bool) -> ClientConfig {
+    let builder = || {
+        ClientConfig::builder_with_provider(Arc::new(aws_lc_rs::default_provider()))
+            .with_safe_default_protocol_versions()
+            .expect("the provider knows the default versions")
+    };
+    if is_used {
+        match builder().with_native_roots() {
+            Ok(config) => return config.with_no_client_auth(),
+            Err(error) => tracing::error!(%error, "the system has no usable root certificates"),
+        }
+    }
+    builder().with_root_certificates(RootCertStore::empty()).with_no_client_auth()
+}
+
+impl std::fmt::Debug for Connector {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Connector").field("timeout", &self.timeout).finish_non_exhaustive()
+    }
+}
+
+impl Service<Uri> for Connector {
+    type Response = MaybeHttpsStream<TokioIo<Socket>>;
+    type Error = BoxError;
+    type Future = Connecting<Self::Response>;
+
+    fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<Result<(), BoxError>> {
+        Poll::Ready(Ok(()))
+    }
+
+    fn call(&mut self, uri: Uri) -> Self::Future {
+        let connecting = HttpsConnector::clone(&self.https).call(uri);
+        let timeout = tokio::time::timeout(self.timeout, connecting);
+        Box::pin(async move { timeout.await? })
+    }
+}
+
+impl Service<Uri> for Tcp {
+    type Response = TokioIo<Socket>;
+    type Error = BoxError;
+    type Future = Connecting<Self::Response>;
+
+    fn poll_ready(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), BoxError>> {
+        self.0.poll_ready(cx).map_err(Into::into)
+    }
+
+    fn call(&mut self, uri: Uri) -> Self::Future {
+        let connecting = self.0.call(uri);
+        Box::pin(async move {
+            Ok(TokioIo::new(Socket {
+                stream: connecting.await?.into_inner(),
+                closing: Closing(Arc::default()),
+            }))
+        })
+    }
+}
+
+// === impl Socket ===
+
+impl Drop for Socket {
+    fn drop(&mut self) {
+        if self.closing.0.check().is_err() {
+            // A FIN would wait behind what the upstream hasn't read, and the upstream could take it
+            // for a half-close. Fails only on a socket that is closed already.
+            let _ = self.stream.set_zero_linger();
+        }
+    }
+}
+
+impl Connection for Socket {
+    fn connected(&self) -> Connected {
+        Connected::new().extra(Arc::clone(&self.closing.0))
+    }
+}
+
+impl Socket {
+    fn written(
+        &self,
+        cx: &Context<'_>,
+        written: Poll<io::Result<usize>>,
+    ) -> Poll<io::Result<usize>> {
+        let conn = &self.closing.0;
+        if written.is_pending() {
+            conn.writer.register(cx.waker());
+        } else {
+            conn.heard.store(false, Ordering::Relaxed);
+        }
+        conn.check()?;
+        written
+    }
+}
+
+impl AsyncRead for Socket {
+    fn poll_read(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        buf: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        let before = buf.filled().len();
+        let read = Pin::new(&mut self.stream).poll_read(cx, buf);
+        let conn = &self.closing.0;
+        // Registered only where it is needed; then the flag is looked at again.
+        if read.is_pending() {
+            conn.reader.register(cx.waker());
+        } else if buf.filled().len() > before {
+            conn.heard.store(true, Ordering::Relaxed);
+        }
+        conn.check()?;
+        read
+    }
+}
+
+impl AsyncWrite for Socket {
+    fn poll_write(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        buf: &[u8],
+    ) -> Poll<io::Result<usize>> {
+        self.closing.0.check()?;
+        let written = Pin::new(&mut self.stream).poll_write(cx, buf);
+        self.written(cx, written)
+    }
+
+    fn poll_write_vectored(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        bufs: &[io::IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        self.closing.0.check()?;
+        let written = Pin::new(&mut self.stream).poll_write_vectored(cx, bufs);
+        self.written(cx, written)
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        self.stream.is_write_vectored()
+    }
+
+    fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_flush(cx)
+    }
+
+    fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        self.closing.0.check()?;
+        Pin::new(&mut self.stream).poll_shutdown(cx)
+    }
+}
