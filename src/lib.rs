@@ -3,3 +3,4 @@
 pub mod admission;
 pub mod config;
 pub mod reason;
+pub mod server;

@@ -1,0 +1,74 @@
+//! The listener for clients: HTTP/1.0, HTTP/1.1 and HTTP/2 with prior knowledge on one port.
+//!
+//! A connection is one task. It polls hyper, and beside it what hyper does not do: it notices that
+//! the client left whatever bytes lie unread (`hangup`), keeps the timeouts (`watchdog`), and reads
+//! on a little when a request was answered before its body was read (`client`). A client that
+//! closes its sending side counts as gone, as it does for nginx.
+
+use std::{future::Future, sync::Arc};
+
+use bytes::Bytes;
+use http::{Request, Response};
+use http_body::Body;
+use tokio::net::TcpListener;
+
+use crate::config;
+
+mod accept;
+mod body;
+mod client;
+mod connection;
+mod detect;
+mod hangup;
+mod io;
+mod watchdog;
+
+#[cfg(test)]
+mod tests;
+
+pub use body::{BodyError, RequestBody};
+pub use client::ClientConn;
+
+/// Answers requests.
+///
+/// The future, and later the response body, are dropped at once when the client leaves.
+pub trait Handler: Send + Sync + 'static {
+    /// What responses carry.
+    type Body: Body<Data = Bytes, Error: Into<Box<dyn std::error::Error + Send + Sync>>>
+        + Send
+        + 'static;
+
+    /// Answers one request.
+    fn handle(
+        &self,
+        request: Request<RequestBody>,
+        conn: &Arc<ClientConn>,
+    ) -> impl Future<Output = Response<Self::Body>> + Send;
+}
+
+/// Marks a response, as an extension, as final whatever the request body still holds.
+///
+/// If the body was not read to its end, an HTTP/1 connection closes after such a response. A
+/// response whose handler dropped the request body unread is treated so without the mark.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Refused;
+
+/// How the end of [`serve`] went.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Drained {
+    /// Connections that were still busy at the drain timeout.
+    pub cut: usize,
+}
+
+/// Serves clients until `stop`, then closes the listener, lets running requests finish for at most
+/// the drain timeout and cuts what is left.
+pub async fn serve<H: Handler>(
+    listener: TcpListener,
+    handler: Arc<H>,
+    settings: config::Server,
+    stop: impl Future<Output = ()>,
+) -> Drained {
+    accept::Acceptor::new(listener, handler, settings)
+        .run(stop)
+        .await
+}

@@ -1,0 +1,200 @@
+//! What a connection's task, its handlers and its bodies share.
+
+use std::{
+    net::SocketAddr,
+    pin::Pin,
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicBool, AtomicU8, AtomicU64, AtomicUsize, Ordering::*},
+    },
+    task::{Context, Poll},
+};
+
+use futures_util::task::AtomicWaker;
+use http_body::Body;
+use hyper::body::Incoming;
+
+use super::{body::BodyWatch, watchdog::Window};
+
+/// How much of a body nobody wants is read so that the client sees the answer.
+const REST: usize = 32 * 1024 * 1024;
+
+/// What a handler may know about the connection a request came on.
+#[derive(Debug)]
+pub struct ClientConn {
+    /// The other end.
+    pub peer: SocketAddr,
+    pub(super) traffic: Traffic,
+    requests: AtomicU64,
+    in_flight: AtomicUsize,
+    pub(super) bodies: Bodies,
+    rest: Rest,
+    command: AtomicU8,
+    pub(super) waker: AtomicWaker,
+}
+
+/// Written by the connection's task only, so loads and stores suffice.
+#[derive(Debug, Default)]
+pub(super) struct Traffic {
+    pub(super) read: AtomicU64,
+    pub(super) written: AtomicU64,
+    /// The socket takes no more bytes although some are pending.
+    pub(super) write_blocked: AtomicBool,
+    /// Bytes came while no request was in flight, and no handler was called since.
+    pub(super) head_started: AtomicBool,
+}
+
+/// The request bodies that were not read to their end yet.
+#[derive(Debug, Default)]
+pub(super) struct Bodies {
+    pub(super) open: AtomicUsize,
+    pub(super) list: Mutex<Vec<(Arc<BodyWatch>, Option<Window>)>>,
+}
+
+/// An HTTP/1 body that its handler dropped unread.
+#[derive(Debug, Default)]
+struct Rest {
+    present: AtomicBool,
+    body: Mutex<Option<(Incoming, usize)>>,
+}
+
+/// What the acceptor wants of a connection; it only ever grows.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd)]
+pub(super) enum Command {
+    Serve,
+    Drain,
+    Cut,
+}
+
+// === impl ClientConn ===
+
+impl ClientConn {
+    pub(super) fn new(peer: SocketAddr) -> Self {
+        Self {
+            peer,
+            traffic: Traffic::default(),
+            requests: AtomicU64::new(0),
+            in_flight: AtomicUsize::new(0),
+            bodies: Bodies::default(),
+            rest: Rest::default(),
+            command: AtomicU8::new(Command::Serve as u8),
+            waker: AtomicWaker::new(),
+        }
+    }
+
+    /// Bytes received on this connection so far.
+    pub fn bytes_read(&self) -> u64 {
+        self.traffic.read.load(Relaxed)
+    }
+
+    /// Bytes sent on this connection so far.
+    pub fn bytes_written(&self) -> u64 {
+        self.traffic.written.load(Relaxed)
+    }
+
+    /// Requests begun on this connection so far, this one included.
+    pub fn requests(&self) -> u64 {
+        self.requests.load(Relaxed)
+    }
+
+    /// Requests whose response has not ended yet.
+    pub fn in_flight(&self) -> usize {
+        self.in_flight.load(Acquire)
+    }
+
+    pub(super) fn begin(self: &Arc<Self>) -> InFlight {
+        self.traffic.head_started.store(false, Relaxed);
+        self.requests
+            .store(self.requests.load(Relaxed) + 1, Relaxed);
+        self.in_flight.fetch_add(1, AcqRel);
+        InFlight(Arc::clone(self))
+    }
+
+    pub(super) fn tell(&self, command: Command) {
+        self.command.store(command as u8, Release);
+        self.waker.wake();
+    }
+
+    pub(super) fn command(&self) -> Command {
+        match self.command.load(Acquire) {
+            0 => Command::Serve,
+            1 => Command::Drain,
+            _ => Command::Cut,
+        }
+    }
+
+    /// Takes over a body that nobody reads, so that the connection's task reads it to its end.
+    pub(super) fn leave_rest(&self, body: Incoming) {
+        *lock(&self.rest.body) = Some((body, REST));
+        self.rest.present.store(true, Release);
+        self.waker.wake();
+    }
+
+    pub(super) fn has_rest(&self) -> bool {
+        self.rest.present.load(Acquire)
+    }
+
+    /// Stops reading the rest; hyper then closes the connection after the response.
+    pub(super) fn drop_rest(&self) {
+        self.rest.present.store(false, Release);
+        lock(&self.rest.body).take();
+        // hyper may be waiting for the socket and not for the body's receiver.
+        self.waker.wake();
+    }
+
+    /// Reads what has come of the rest. Ready when there is nothing left to read.
+    pub(super) fn poll_rest(&self, cx: &mut Context<'_>) -> Poll<()> {
+        if !self.has_rest() {
+            return Poll::Ready(());
+        }
+        let mut slot = lock(&self.rest.body);
+        while let Some((body, budget)) = slot.as_mut() {
+            match Pin::new(body).poll_frame(cx) {
+                Poll::Pending => return Poll::Pending,
+                Poll::Ready(Some(Ok(frame))) => {
+                    let size = frame.data_ref().map_or(0, bytes::Bytes::len);
+                    match budget.checked_sub(size) {
+                        Some(left) => *budget = left,
+                        None => {
+                            *slot = None;
+                            self.waker.wake();
+                        }
+                    }
+                }
+                Poll::Ready(Some(Err(_)) | None) => *slot = None,
+            }
+        }
+        self.rest.present.store(false, Release);
+        Poll::Ready(())
+    }
+}
+
+// === impl Bodies ===
+
+impl Bodies {
+    /// Adds a body to the watched ones, forgetting those that ended when the list is full.
+    pub(super) fn remember(&self, body: Arc<BodyWatch>) {
+        self.open.fetch_add(1, AcqRel);
+        let mut list = lock(&self.list);
+        if list.len() == list.capacity() {
+            list.retain(|(body, _)| body.is_open());
+        }
+        list.push((body, None));
+    }
+}
+
+pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+// === impl InFlight ===
+
+/// Counts a request from its head to the end of its response.
+#[derive(Debug)]
+pub(super) struct InFlight(pub(super) Arc<ClientConn>);
+
+impl Drop for InFlight {
+    fn drop(&mut self) {
+        self.0.in_flight.fetch_sub(1, AcqRel);
+    }
+}

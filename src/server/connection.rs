@@ -1,0 +1,237 @@
+//! One connection: hyper, and what hyper does not watch.
+
+use std::{
+    convert::Infallible,
+    future::{Future, poll_fn},
+    pin::{Pin, pin},
+    sync::Arc,
+    task::{Context, Poll, Waker},
+    time::Duration,
+};
+
+use http::{HeaderValue, Request, Response, Version, header::CONNECTION};
+use hyper::{
+    body::Incoming,
+    server::conn::{http1, http2},
+    service::service_fn,
+};
+use hyper_util::{
+    rt::{TokioExecutor, TokioIo, TokioTimer},
+    server::graceful::GracefulConnection,
+};
+use tokio::{net::TcpStream, time};
+
+use super::{
+    Handler, Refused,
+    body::{BodyWatch, RequestBody, ResponseBody},
+    client::{ClientConn, Command, InFlight},
+    detect::{Protocol, detect},
+    hangup,
+    io::{Metered, Socket},
+    watchdog::{Limits, Verdict, Watchdog},
+};
+use crate::config;
+
+/// The bound on a head, and on what hyper buffers in each direction of an HTTP/1 connection.
+const BUFFER: usize = 64 * 1024;
+const MAX_HEADERS: usize = 128;
+const STREAM_WINDOW: u32 = 256 * 1024;
+/// Room for sixteen stalled uploads before they hold up the others.
+const CONNECTION_WINDOW: u32 = 4 * 1024 * 1024;
+const MAX_STREAMS: u32 = 250;
+const PING: Duration = Duration::from_secs(20);
+
+/// What all connections have in common.
+pub(super) struct Server<H> {
+    handler: Arc<H>,
+    limits: Limits,
+    http1: http1::Builder,
+    http2: http2::Builder<TokioExecutor>,
+}
+
+// === impl Server ===
+
+impl<H: Handler> Server<H> {
+    pub(super) fn new(handler: Arc<H>, settings: &config::Server) -> Self {
+        let mut http1 = http1::Builder::new();
+        http1
+            .max_headers(MAX_HEADERS)
+            .max_buf_size(BUFFER)
+            // It would bound idling too, and take a timer for every request.
+            .header_read_timeout(None);
+        let mut http2 = http2::Builder::new(TokioExecutor::new());
+        http2
+            .timer(TokioTimer::new())
+            .initial_stream_window_size(STREAM_WINDOW)
+            .initial_connection_window_size(CONNECTION_WINDOW)
+            .max_concurrent_streams(MAX_STREAMS)
+            .max_send_buf_size(BUFFER)
+            .max_header_list_size(BUFFER as u32)
+            .keep_alive_interval(PING)
+            .keep_alive_timeout(PING);
+        Self {
+            handler,
+            limits: Limits::new(settings),
+            http1,
+            http2,
+        }
+    }
+
+    /// Serves one client until it leaves or is told to.
+    pub(super) async fn connection(&self, stream: TcpStream, client: Arc<ClientConn>) {
+        let stream = Arc::new(stream);
+        let mut socket = Socket(Arc::clone(&stream));
+
+        let detected = obeying(&client, detect(&mut socket));
+        let Ok(Some(Some((protocol, prefix)))) = time::timeout(self.limits.header, detected).await
+        else {
+            return;
+        };
+
+        let watchdog = Watchdog::new(self.limits, prefix.since);
+        let one_at_a_time = protocol == Protocol::Http1;
+        let io = Metered::new(socket, prefix, Arc::clone(&client), one_at_a_time);
+        let io = TokioIo::new(io);
+        let exchange = Arc::new(Exchange {
+            handler: Arc::clone(&self.handler),
+            client: Arc::clone(&client),
+        });
+        let service = service_fn(move |request| Arc::clone(&exchange).call(request));
+        match protocol {
+            Protocol::Http1 => {
+                let conn = self.http1.serve_connection(io, service);
+                drive(conn, &stream, &client, watchdog).await;
+            }
+            Protocol::Http2 => {
+                let conn = self.http2.serve_connection(io, service);
+                drive(conn, &stream, &client, watchdog).await;
+            }
+        }
+    }
+}
+
+/// Runs `future` until the acceptor has any command.
+async fn obeying<F: Future>(client: &ClientConn, future: F) -> Option<F::Output> {
+    let mut future = pin!(future);
+    poll_fn(|cx| {
+        client.waker.register(cx.waker());
+        if client.command() > Command::Serve {
+            return Poll::Ready(None);
+        }
+        future.as_mut().poll(cx).map(Some)
+    })
+    .await
+}
+
+/// Polls the connection and everything beside it in one task. Dropping the connection drops its
+/// handlers and bodies.
+async fn drive<C>(conn: C, stream: &TcpStream, client: &ClientConn, watchdog: Watchdog)
+where
+    C: GracefulConnection<Error = hyper::Error>,
+{
+    let mut conn = pin!(conn);
+    let mut watchdog = pin!(watchdog);
+    let mut gone = pin!(hangup::gone(stream));
+    let mut closing = false;
+    poll_fn(|cx| {
+        client.waker.register(cx.waker());
+        if gone.as_mut().poll(cx).is_ready() {
+            tracing::debug!(peer = %client.peer, "the client left");
+            return Poll::Ready(());
+        }
+        if poll_conn(conn.as_mut(), cx, client).is_ready() {
+            return Poll::Ready(());
+        }
+        let mut close = match client.command() {
+            Command::Serve => false,
+            Command::Drain => true,
+            Command::Cut => return Poll::Ready(()),
+        };
+        while let Poll::Ready(verdict) = watchdog.as_mut().poll(cx, client) {
+            match verdict {
+                Verdict::Close => close = true,
+                Verdict::Cut(reason) => {
+                    tracing::debug!(peer = %client.peer, reason, "connection cut");
+                    return Poll::Ready(());
+                }
+            }
+        }
+        if close && !closing {
+            closing = true;
+            conn.as_mut().graceful_shutdown();
+            watchdog.as_mut().closing();
+            cx.waker().wake_by_ref();
+        }
+        Poll::Pending
+    })
+    .await;
+}
+
+fn poll_conn<C>(mut conn: Pin<&mut C>, cx: &mut Context<'_>, client: &ClientConn) -> Poll<()>
+where
+    C: GracefulConnection<Error = hyper::Error>,
+{
+    match conn.as_mut().poll(cx) {
+        Poll::Ready(result) => {
+            if let Err(error) = result {
+                tracing::debug!(peer = %client.peer, %error, "connection ended");
+            }
+            Poll::Ready(())
+        }
+        Poll::Pending => {
+            // Reading wakes this task through the body's channel when hyper must be polled again.
+            let _ = client.poll_rest(cx);
+            Poll::Pending
+        }
+    }
+}
+
+/// A handler and the connection it serves, shared by the connection's requests.
+struct Exchange<H> {
+    handler: Arc<H>,
+    client: Arc<ClientConn>,
+}
+
+// === impl Exchange ===
+
+impl<H: Handler> Exchange<H> {
+    fn call(
+        self: Arc<Self>,
+        request: Request<Incoming>,
+    ) -> impl Future<Output = Result<Response<ResponseBody<H::Body>>, Infallible>> + Send {
+        // Here and not in the future: the head is complete now.
+        let in_flight = self.client.begin();
+        async move {
+            let version = request.version();
+            let (request, body) = RequestBody::wrap(request, &self.client);
+            let mut response = self.handler.handle(request, &self.client).await;
+            if let Some(body) = body
+                && version < Version::HTTP_2
+            {
+                close_if_unread(&mut response, &body, &self.client);
+            }
+            Ok(tied(response, in_flight))
+        }
+    }
+}
+
+fn tied<B>(response: Response<B>, in_flight: InFlight) -> Response<ResponseBody<B>> {
+    response.map(|body| ResponseBody::new(body, in_flight))
+}
+
+/// Announces the close that must follow a response to a request whose body was not read: its bytes
+/// would be taken for the next request, and clients that are not told lose the response.
+fn close_if_unread<B>(response: &mut Response<B>, body: &BodyWatch, client: &ClientConn) {
+    let refused = response.extensions().get::<Refused>().is_some();
+    if body.is_done() || !(refused || body.is_left()) {
+        return;
+    }
+    // A small body has usually come with its head. Reading it here keeps the connection.
+    let mut cx = Context::from_waker(Waker::noop());
+    if client.has_rest() && client.poll_rest(&mut cx).is_ready() {
+        return;
+    }
+    response
+        .headers_mut()
+        .insert(CONNECTION, HeaderValue::from_static("close"));
+}
