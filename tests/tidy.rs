@@ -1,4 +1,5 @@
 //! Rules about the source itself: arrows of import, size of files, headers of scripts.
+#![allow(clippy::unwrap_used)]
 
 use std::{
     fs,

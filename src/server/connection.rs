@@ -34,7 +34,6 @@ use crate::config;
 
 /// The bound on a head, and on what hyper buffers in each direction of an HTTP/1 connection.
 const BUFFER: usize = 64 * 1024;
-const MAX_HEADERS: usize = 128;
 const STREAM_WINDOW: u32 = 256 * 1024;
 /// Room for sixteen stalled uploads before they hold up the others.
 const CONNECTION_WINDOW: u32 = 4 * 1024 * 1024;
@@ -55,7 +54,6 @@ impl<H: Handler> Server<H> {
     pub(super) fn new(handler: Arc<H>, settings: &config::Server) -> Self {
         let mut http1 = http1::Builder::new();
         http1
-            .max_headers(MAX_HEADERS)
             .max_buf_size(BUFFER)
             // It would bound idling too, and take a timer for every request.
             .header_read_timeout(None);

@@ -207,7 +207,11 @@ async fn read_until(client: &mut TcpStream, end: &str) -> String {
 type Http2 = hyper::client::conn::http2::SendRequest<Full<Bytes>>;
 
 async fn http2(running: &Running) -> (Http2, JoinHandle<()>) {
-    let io = hyper_util::rt::TokioIo::new(running.connect().await);
+    http2_on(running.connect().await).await
+}
+
+async fn http2_on(stream: TcpStream) -> (Http2, JoinHandle<()>) {
+    let io = hyper_util::rt::TokioIo::new(stream);
     let exec = hyper_util::rt::TokioExecutor::new();
     let (send, conn) = hyper::client::conn::http2::handshake(exec, io).await.unwrap();
     let conn = tokio::spawn(async move {

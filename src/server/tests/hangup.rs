@@ -78,9 +78,12 @@ async fn http2_stream_reset() {
 #[tokio::test]
 async fn http2_connection_close() {
     let mut running = Running::new(|_| {}).await;
-    let (mut client, conn) = http2(&running).await;
+    let stream = running.connect().await;
+    // hyper's client keeps its stream in a task of its own, so it is closed behind its back.
+    let handle = socket2::SockRef::from(&stream).try_clone().unwrap();
+    let (mut client, _conn) = http2_on(stream).await;
     let _request = tokio::spawn(client.send_request(get("/hang")));
     running.expect(Event::Entered).await;
-    conn.abort();
+    handle.shutdown(std::net::Shutdown::Write).unwrap();
     running.expect(Event::Dropped).await;
 }
