@@ -11,6 +11,7 @@ use crate::{config::Config, reason::Reason};
 #[derive(Debug)]
 pub struct Admission {
     routes: Vec<Vec<Arc<tokio::sync::Semaphore>>>,
+    max_hold: Vec<Option<Duration>>,
 }
 
 /// The in-process guard that owns a holder: while it lives the request has its slots, and dropping it gives them back.
@@ -53,7 +54,12 @@ impl Admission {
                     .collect()
             })
             .collect();
-        Arc::new(Self { routes })
+        let longest = |route: &crate::config::Route| {
+            let holds = route.limits.iter();
+            holds.filter_map(|&l| config.limits[l].max_hold).min()
+        };
+        let max_hold = config.routes.iter().map(longest).collect();
+        Arc::new(Self { routes, max_hold })
     }
 
     /// Takes a slot of every limit of the route, waiting in their queues if need be.
@@ -76,7 +82,7 @@ impl Admission {
         Ok(Permit {
             id: Uuid::now_v7(),
             taken: Instant::now(),
-            max_hold: None,
+            max_hold: self.max_hold[route],
             _slots: slots,
         })
     }
