@@ -118,7 +118,7 @@ impl Wire {
 
     /// Reads on until the other end closes; true if that was a reset.
     pub(super) async fn is_reset(&mut self) -> bool {
-        let mut buf = [0; 64 * 1024];
+        let mut buf = vec![0; 64 * 1024];
         loop {
             match bounded(self.0.read(&mut buf)).await {
                 Ok(0) => return false,
@@ -130,7 +130,7 @@ impl Wire {
 
     /// Writes as long as the other end takes anything.
     pub(super) async fn flood(&mut self) {
-        let block = [b'x'; 64 * 1024];
+        let block = vec![b'x'; 64 * 1024];
         let pause = Duration::from_millis(300);
         while let Ok(Ok(_)) = tokio::time::timeout(pause, self.0.write(&block)).await {}
     }
