@@ -9,15 +9,14 @@
 //! - the client left and the upstream is to finish: a task reads on, and ends in one of the first two.
 
 use std::{
-    future::poll_fn,
     pin::Pin,
     sync::{Arc, Mutex, MutexGuard, PoisonError},
     task::{Context, Poll, Waker, ready},
 };
 
 use bytes::Bytes;
-use http::{Request, Response};
-use http_body::{Body, Frame, SizeHint};
+use http::Response;
+use http_body::{Body, Frame};
 use hyper::body::Incoming;
 use tokio::{runtime::Handle, time::Instant};
 use uuid::Uuid;
@@ -27,9 +26,13 @@ use crate::{
     gauge::Share,
     reason::Reason,
     registry::Registry,
-    upload::{Outgoing, Upload},
-    upstream::{Attempt, Sent, Upstream, connect::UpstreamConn},
+    upload::Upload,
+    upstream::{Sent, Upstream, connect::UpstreamConn},
 };
+
+mod owner;
+
+pub(crate) use owner::Owner;
 
 /// What a request in flight owns. Dropping it gives all of it back.
 #[derive(Debug)]
@@ -50,10 +53,6 @@ pub(crate) struct Exchange {
     runtime: Handle,
     state: Mutex<State>,
 }
-
-/// The future or body that hyper polls. Dropping it means that the client left.
-#[derive(Debug)]
-pub(crate) struct Owner(Arc<Exchange>);
 
 /// Why there is no response head.
 #[derive(Debug, PartialEq, Eq)]
@@ -285,148 +284,6 @@ impl State {
             Some(known) => known.clone_from(waker),
             None => self.waker = Some(waker.clone()),
         }
-    }
-}
-
-// === impl Owner ===
-
-impl Owner {
-    pub(crate) fn new(
-        held: Held,
-        upstream: Arc<Upstream>,
-        upload: Option<Arc<Upload>>,
-        registry: Arc<Registry>,
-        runtime: Handle,
-    ) -> Self {
-        let permit = &held.permit;
-        let exchange = Arc::new(Exchange {
-            holder: permit.holder(),
-            cut_at: permit.max_hold().map(|longest| permit.taken() + longest),
-            upstream,
-            upload,
-            registry,
-            runtime,
-            state: Mutex::new(State {
-                phase: Phase::Idle(held, None),
-                is_waiting: false,
-                waiting_since: None,
-                waker: None,
-                is_finishing: false,
-            }),
-        });
-        exchange.registry.insert(&exchange);
-        Self(exchange)
-    }
-
-    /// Sends the request and waits for the head of the response.
-    pub(crate) async fn send(
-        &self,
-        request: Request<Outgoing>,
-        attempt: Attempt,
-        now: Instant,
-    ) -> Result<Response<()>, Failure> {
-        self.start(request, attempt, now)?;
-        self.head().await
-    }
-
-    fn start(
-        &self,
-        request: Request<Outgoing>,
-        attempt: Attempt,
-        now: Instant,
-    ) -> Result<(), Failure> {
-        let mut state = self.0.lock();
-        match state.close(None) {
-            Phase::Idle(held, _) => {
-                let sent = Box::new(self.0.upstream.send(request, attempt));
-                state.phase = Phase::Head(held, sent);
-                state.is_waiting = true;
-                state.waiting_since = Some(now);
-                Ok(())
-            }
-            Phase::Over(Some(reason)) => {
-                state.phase = Phase::Over(Some(reason));
-                Err(Failure::cut(reason))
-            }
-            Phase::Head(..) | Phase::Body(..) | Phase::Over(None) => unreachable!("started twice"),
-        }
-    }
-
-    async fn head(&self) -> Result<Response<()>, Failure> {
-        poll_fn(|cx| self.0.poll_head(cx)).await
-    }
-
-    /// Ends the exchange for a reason of our own.
-    pub(crate) fn cut(&self, reason: Reason) {
-        self.0.cut(reason);
-    }
-
-    pub(crate) fn poll_frame(
-        &self,
-        cx: &mut Context<'_>,
-    ) -> Poll<Option<Result<Frame<Bytes>, Broken>>> {
-        self.0.poll_frame(cx)
-    }
-
-    /// Gives everything back if the response has no body, and says whether it hasn't.
-    pub(crate) fn ends_with_its_head(&self) -> bool {
-        let mut state = self.0.lock();
-        match &state.phase {
-            Phase::Body(_, body, _) if body.is_end_stream() => {
-                let phase = state.close(None);
-                drop(state);
-                self.0.complete(phase);
-                true
-            }
-            _ => false,
-        }
-    }
-
-    pub(crate) fn is_end_stream(&self) -> bool {
-        matches!(self.0.lock().phase, Phase::Over(None))
-    }
-
-    pub(crate) fn size_hint(&self) -> SizeHint {
-        match &self.0.lock().phase {
-            Phase::Body(_, body, _) => body.size_hint(),
-            Phase::Over(None) => SizeHint::with_exact(0),
-            _ => SizeHint::default(),
-        }
-    }
-
-    /// Reads the answer to its end, for nobody.
-    async fn finish(self, has_head: bool) {
-        if !has_head && self.head().await.is_err() {
-            return;
-        }
-        while let Some(Ok(_)) = poll_fn(|cx| self.0.poll_frame(cx)).await {}
-    }
-}
-
-impl Drop for Owner {
-    fn drop(&mut self) {
-        let exchange = &self.0;
-        let mut state = exchange.lock();
-        let has_head = match state.phase {
-            Phase::Over(_) => return,
-            Phase::Idle(..) => None,
-            Phase::Head(..) => Some(false),
-            Phase::Body(..) => Some(true),
-        };
-        if let Some(has_head) = has_head
-            && exchange.upstream.finishes
-            // A runtime that is gone drops the task at once, and with it this owner's successor.
-            && !state.is_finishing
-        {
-            state.is_finishing = true;
-            drop(state);
-            let successor = Owner(Arc::clone(exchange));
-            exchange.runtime.spawn(successor.finish(has_head));
-            return;
-        }
-        let phase = state.close(None);
-        drop(state);
-        exchange.abort(phase);
     }
 }
 

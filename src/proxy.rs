@@ -33,6 +33,9 @@ use crate::{
 
 pub use crate::body::ResponseBody;
 
+#[cfg(test)]
+mod tests;
+
 /// A body up to this length is read before admission, so that a slow sender holds no slot.
 const SMALL_BODY: u64 = 64 * 1024;
 /// All bodies read beforehand together. Further ones are streamed.

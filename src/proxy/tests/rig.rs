@@ -1,0 +1,176 @@
+//! A proxy with one slot between a raw client and a raw upstream, both in the hands of the test.
+
+use std::{net::SocketAddr, sync::Arc, time::Duration};
+
+use futures_util::FutureExt;
+use tokio::{
+    io::{AsyncReadExt, AsyncWriteExt},
+    net::{TcpListener, TcpStream},
+};
+
+use super::super::Proxy;
+use crate::{
+    admission::Admission,
+    config::{Config, HostPattern, Limit, Queue, Recovery, Route, Server, Store, StoreKind},
+    metrics::Metrics,
+    server,
+    store::MemoryStore,
+    upstream,
+};
+
+pub(super) struct Rig {
+    pub(super) front: SocketAddr,
+    pub(super) upstream: TcpListener,
+    pub(super) admission: Arc<Admission>,
+}
+
+/// One end of a connection. Every wait is bounded, so that a failure isn't a hang.
+pub(super) struct Wire(TcpStream);
+
+impl Rig {
+    pub(super) async fn new() -> Self {
+        Self::with(|_| ()).await
+    }
+
+    pub(super) async fn with(change: impl FnOnce(&mut Config)) -> Self {
+        let upstream = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let endpoint = format!("http://{}", upstream.local_addr().unwrap());
+        let mut config = config(&endpoint);
+        change(&mut config);
+        let metrics = Metrics::new(&config);
+        let store = Arc::new(MemoryStore::new());
+        let admission = Admission::start(&config, store, Arc::clone(&metrics));
+        let proxy = Proxy::new(&config, Arc::clone(&admission), metrics);
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let front = listener.local_addr().unwrap();
+        tokio::spawn(server::serve(listener, proxy, config.server, std::future::pending()));
+        Self { front, upstream, admission }
+    }
+
+    pub(super) async fn client(&self, request: &str) -> Wire {
+        let mut wire = Wire(TcpStream::connect(self.front).await.unwrap());
+        wire.write(request).await;
+        wire
+    }
+
+    pub(super) async fn accept(&self) -> Wire {
+        Wire(bounded(self.upstream.accept()).await.unwrap().0)
+    }
+
+    /// Serves one request first, if wanted, so that the next one finds a used connection.
+    pub(super) async fn accept_after(&self, client: &mut Wire, is_warm: bool) -> Option<Wire> {
+        if !is_warm {
+            return None;
+        }
+        client.write(super::GET).await;
+        let mut upstream = self.accept().await;
+        upstream.read_head().await;
+        upstream.write(super::OK).await;
+        client.read_to("ok").await;
+        Some(upstream)
+    }
+
+    /// Nobody connects, as far as can be seen now.
+    pub(super) fn is_unvisited(&self) -> bool {
+        self.upstream.accept().now_or_never().is_none()
+    }
+
+    pub(super) fn is_free(&self) -> bool {
+        self.admission.admit(0).now_or_never().is_some()
+    }
+
+    pub(super) async fn until_free(&self) {
+        drop(bounded(self.admission.admit(0)).await.unwrap());
+    }
+}
+
+impl Wire {
+    pub(super) async fn write(&mut self, text: &str) {
+        bounded(self.0.write_all(text.as_bytes())).await.unwrap();
+    }
+
+    /// Reads until the text ends like this, and returns all of it.
+    pub(super) async fn read_to(&mut self, end: &str) -> String {
+        let mut read = Vec::new();
+        while !read.ends_with(end.as_bytes()) {
+            let byte = bounded(self.0.read_u8()).await;
+            let so_far = String::from_utf8_lossy(&read).into_owned();
+            read.push(byte.unwrap_or_else(|error| panic!("{error} after {so_far:?}")));
+        }
+        String::from_utf8(read).unwrap()
+    }
+
+    pub(super) async fn read_head(&mut self) -> String {
+        self.read_to("\r\n\r\n").await
+    }
+
+    /// Reads on until the other end closes, cleanly or not.
+    pub(super) async fn read_to_close(&mut self) -> String {
+        let mut read = Vec::new();
+        let mut buf = [0; 4096];
+        while let Ok(n @ 1..) = bounded(self.0.read(&mut buf)).await {
+            read.extend_from_slice(&buf[..n]);
+        }
+        String::from_utf8_lossy(&read).into_owned()
+    }
+
+    /// Reads on until the other end closes; true if that was a reset.
+    pub(super) async fn is_reset(&mut self) -> bool {
+        let mut buf = vec![0; 64 * 1024];
+        loop {
+            match bounded(self.0.read(&mut buf)).await {
+                Ok(0) => return false,
+                Ok(_) => {}
+                Err(_) => return true,
+            }
+        }
+    }
+
+    /// Writes as long as the other end takes anything.
+    pub(super) async fn flood(&mut self) {
+        let block = vec![b'x'; 64 * 1024];
+        let pause = Duration::from_millis(300);
+        while let Ok(Ok(_)) = tokio::time::timeout(pause, self.0.write(&block)).await {}
+    }
+}
+
+pub(super) async fn bounded<T>(future: impl Future<Output = T>) -> T {
+    let bound = Duration::from_secs(10);
+    tokio::time::timeout(bound, future).await.expect("took too long")
+}
+
+fn config(endpoint: &str) -> Config {
+    let second = Duration::from_secs(1);
+    Config {
+        server: Server {
+            listen: ([127, 0, 0, 1], 0).into(),
+            max_in_flight: 100,
+            max_connections: 100,
+            trusted_proxies: Vec::new(),
+            header_timeout: 10 * second,
+            keepalive_timeout: 10 * second,
+            stall_timeout: 10 * second,
+            drain_delay: Duration::ZERO,
+            drain_timeout: second,
+        },
+        admin: None,
+        store: Store { kind: StoreKind::Memory, prefix: String::new(), op_timeout: second },
+        limits: vec![Limit {
+            name: Arc::from("one"),
+            slots: 1,
+            lease: 15 * second,
+            max_hold: None,
+            queue: Queue { size: 10, timeout: 10 * second },
+            recovery: Recovery::Fast,
+        }],
+        upstreams: vec![upstream::tests::config(endpoint)],
+        routes: vec![Route {
+            name: Arc::from("/"),
+            host: HostPattern::Any,
+            path: "/".to_owned(),
+            methods: Vec::new(),
+            upstream: 0,
+            limits: vec![0],
+        }],
+    }
+}
