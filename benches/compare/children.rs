@@ -117,6 +117,9 @@ impl Proc {
 
 impl Drop for Proc {
     fn drop(&mut self) {
+        if !matches!(self.child.try_wait(), Ok(None)) {
+            return;
+        }
         // TERM, and not `Child::kill`, for a killed nginx leaves its workers behind.
         _ = Command::new("kill")
             .arg(self.child.id().to_string())

@@ -174,21 +174,23 @@ fn show(run: &mut Run, samples: &[Sample], others: f64) {
         for candidate in CANDIDATES {
             let ratio = to_haproxy(candidate, value);
             let value = figure(middle(candidate, value));
-            row.push(if candidate == Candidate::Haproxy {
-                value
-            } else {
-                format!("{value} ({}x)", figure(ratio))
+            row.push(match candidate {
+                _ if ratio.is_nan() => "not available".to_owned(),
+                Candidate::Haproxy => value,
+                _ => format!("{value} ({}x)", figure(ratio)),
             });
         }
         row
     };
-    let mut share = vec!["share of N / hold, %".to_owned()];
-    share.extend(
-        CANDIDATES.map(|candidate| figure(100.0 * middle(candidate, |s| s.per_second) / ideal)),
-    );
+    let row = |what: &str, value: &dyn Fn(Candidate) -> f64| {
+        let cells = CANDIDATES.map(|candidate| figure(value(candidate)));
+        [what.to_owned()].into_iter().chain(cells).collect()
+    };
     let rows = [
         ratio_row("100 clients, req/s", |s| s.per_second),
-        share,
+        row("share of N / hold, %", &|candidate| {
+            100.0 * middle(candidate, |s| s.per_second) / ideal
+        }),
         ratio_row("p50 ms", |s| s.p50),
         ratio_row("p99 ms", |s| s.p99),
         ratio_row("max ms", |s| s.max),
@@ -196,7 +198,9 @@ fn show(run: &mut Run, samples: &[Sample], others: f64) {
         ratio_row("burst of 200, last answer ms", |s| s.burst),
         ratio_row("open 450/s, p50 ms", |s| s.open_p50),
         ratio_row("open 450/s, p99 ms", |s| s.open_p99),
-        ratio_row("most at the upstream", |s| s.most),
+        row("most at the upstream", &|candidate| {
+            middle(candidate, |s| s.most)
+        }),
     ];
     run.report.heading("Hand-over, 10 slots, 20 ms holds");
     run.report.table(
@@ -213,7 +217,7 @@ fn show(run: &mut Run, samples: &[Sample], others: f64) {
         "Medians of {} rounds, in brackets the ratio to HAProxy's queue within a round. Tidegate on Redis and the \
          poller: two instances of one thread, each with half of the clients; HAProxy one process of two threads, \
          Tidegate embedded one of one. The ideal burst is 400 ms. Open arrivals are a Poisson process, the same for \
-         all. Other processes: {others:.1} % of the machine.",
+         all. Other processes used {others:.1} % of the machine.",
         run.rounds
     ));
     let redis = |value: fn(&Sample) -> f64| to_haproxy(Candidate::Redis, value);

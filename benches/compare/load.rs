@@ -29,7 +29,15 @@ pub(crate) struct Throughput {
 /// Runs wrk with one thread on every CPU but the proxy's.
 pub(crate) async fn wrk(port: u16, connections: usize, seconds: u64) -> Result<Throughput> {
     let output = Command::new("taskset")
-        .args(["-c", &Cpus::Rest.list(), "wrk", "-t1", "--latency"])
+        .args([
+            "-c",
+            &Cpus::Rest.list(),
+            "wrk",
+            "-t1",
+            "--latency",
+            "--timeout",
+            "10s",
+        ])
         .args([
             format!("-c{connections}"),
             format!("-d{seconds}s"),
@@ -43,6 +51,11 @@ pub(crate) async fn wrk(port: u16, connections: usize, seconds: u64) -> Result<T
     let after = |label: &str| {
         text.split_once(label)
             .and_then(|(_, rest)| rest.split_whitespace().next())
+    };
+    let percentile = |label: &str| {
+        text.lines()
+            .find_map(|line| line.trim().strip_prefix(label))
+            .map(str::trim)
     };
     let failed = || format!("wrk said: {text}");
     let requests = text
@@ -61,8 +74,8 @@ pub(crate) async fn wrk(port: u16, connections: usize, seconds: u64) -> Result<T
     Ok(Throughput {
         requests: requests.parse()?,
         per_second: after("Requests/sec:").ok_or_else(failed)?.parse()?,
-        p50_ms: after("50%").and_then(millis).ok_or_else(failed)?,
-        p99_ms: after("99%").and_then(millis).ok_or_else(failed)?,
+        p50_ms: percentile("50%").and_then(millis).ok_or_else(failed)?,
+        p99_ms: percentile("99%").and_then(millis).ok_or_else(failed)?,
         errors: socket_errors + after("Non-2xx or 3xx responses:").map_or(Ok(0.0), str::parse)?,
     })
 }

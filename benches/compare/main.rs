@@ -70,8 +70,10 @@ impl Run {
         if !candidate.is_tidegate() {
             return Err(error);
         }
-        self.failures
-            .push(format!("{}: not available: {error}", candidate.name()));
+        let failure = format!("{}: not available: {error}", candidate.name());
+        if !self.failures.contains(&failure) {
+            self.failures.push(failure);
+        }
         Ok(())
     }
 
@@ -137,7 +139,7 @@ async fn compare() -> Result<bool> {
     let wanted = |section: &str| only.is_empty() || only == section;
 
     run.report.heading("Machine");
-    run.report.table(&["", ""], &report::machine());
+    run.report.list(&report::machine());
     let disturbance = Disturbance::watch();
     if wanted("throughput") {
         throughput::section(&mut run).await?;

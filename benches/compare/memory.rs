@@ -35,7 +35,13 @@ pub(crate) async fn section(run: &mut Run) -> Result<()> {
         eprintln!("waiters, {}", candidate.name());
         match measure(candidate).await {
             Ok(row) => rows.push(row.show(run, candidate)),
-            Err(error) => run.missing(candidate, error)?,
+            Err(error) => {
+                run.missing(candidate, error)?;
+                rows.push(vec![
+                    candidate.name().to_owned(),
+                    "not available".to_owned(),
+                ]);
+            }
         }
     }
     run.report.heading("Waiters, 10 slots held");

@@ -110,6 +110,13 @@ impl Report {
         self.markdown.push('\n');
     }
 
+    pub(crate) fn list(&mut self, items: &[(&str, String)]) {
+        for (name, text) in items {
+            println!("{name:<16}  {text}");
+            _ = writeln!(self.markdown, "- {name}: {text}");
+        }
+    }
+
     pub(crate) fn save(&self) -> crate::Result<()> {
         let path = format!("{DIR}/report.md");
         fs::write(&path, &self.markdown)?;
@@ -119,7 +126,7 @@ impl Report {
 }
 
 /// What this runs on, and the versions of everything.
-pub(crate) fn machine() -> Vec<Vec<String>> {
+pub(crate) fn machine() -> Vec<(&'static str, String)> {
     let read = |file: &str, key: &str| {
         let text = fs::read_to_string(file).unwrap_or_default();
         let line = text
@@ -148,23 +155,23 @@ pub(crate) fn machine() -> Vec<Vec<String>> {
         ("Redis", "redis-server --version".to_owned()),
         ("wrk", "wrk --version".to_owned()),
     ];
-    let mut rows = vec![
-        vec![
-            "CPU".to_owned(),
+    let mut items = vec![
+        (
+            "CPU",
             format!("{cpus} x {}", read("/proc/cpuinfo", "model name")),
-        ],
-        vec!["memory".to_owned(), read("/proc/meminfo", "MemTotal")],
-        vec![
-            "system".to_owned(),
+        ),
+        ("memory", read("/proc/meminfo", "MemTotal")),
+        (
+            "system",
             format!(
                 "{}, Linux {}",
                 read("/etc/os-release", "PRETTY_NAME"),
                 kernel.trim()
             ),
-        ],
+        ),
     ];
-    rows.extend(programs.map(|(name, command)| vec![name.to_owned(), first_line(&command)]));
-    rows
+    items.extend(programs.map(|(name, command)| (name, first_line(&command))));
+    items
 }
 
 /// The first line that a command says, on whichever stream.

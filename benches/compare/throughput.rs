@@ -161,6 +161,9 @@ fn show(run: &mut Run, samples: &[Sample], others: f64) {
         let row = |candidate: Candidate| {
             let middle =
                 |value: fn(&Sample) -> f64| figure(middle(samples, candidate, connections, value));
+            if !samples.iter().any(|sample| sample.candidate == candidate) {
+                return vec![candidate.name().to_owned(), "not available".to_owned()];
+            }
             vec![
                 candidate.name().to_owned(),
                 middle(|s| s.per_second),
@@ -181,7 +184,7 @@ fn show(run: &mut Run, samples: &[Sample], others: f64) {
     run.report.line(&format!(
         "Medians of {} rounds of {} s. One worker thread and one core for each candidate; `direct` is the upstream \
          itself, on the core that it shares with wrk and Redis. CPU is per request, as the kernel charges it to the \
-         process. Other processes: {others:.1} % of the machine.",
+         process. Other processes used {others:.1} % of the machine.",
         run.rounds, run.seconds
     ));
     let marks = [
