@@ -1,0 +1,148 @@
+//! What is compared, and how each is started.
+
+use crate::{
+    Result,
+    children::{Cpus, DIR, Proc, fill, free_port},
+};
+
+/// One column of the comparison.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Candidate {
+    /// No proxy.
+    Direct,
+    /// Without a limit, or with its own queue of one process.
+    Haproxy,
+    /// Without a limit.
+    Nginx,
+    /// A semaphore on Redis, in Lua; polls when full.
+    NginxLua,
+    /// Tidegate with `limits = []`.
+    NoLimit,
+    /// Tidegate on its embedded store.
+    Embedded,
+    /// Tidegate on Redis.
+    Redis,
+}
+
+/// What a candidate is started for.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Setup {
+    pub(crate) cpus: Cpus,
+    pub(crate) slots: usize,
+    /// Worker threads of HAProxy. The others are started as often as they need threads.
+    pub(crate) haproxy_threads: usize,
+    /// HAProxy's own queue.
+    pub(crate) haproxy_queue: bool,
+    pub(crate) upstream: u16,
+    pub(crate) redis: u16,
+}
+
+impl Candidate {
+    pub(crate) const ALL: [Self; 7] = [
+        Self::Direct,
+        Self::Haproxy,
+        Self::Nginx,
+        Self::NginxLua,
+        Self::NoLimit,
+        Self::Embedded,
+        Self::Redis,
+    ];
+
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Self::Direct => "direct",
+            Self::Haproxy => "haproxy",
+            Self::Nginx => "nginx",
+            Self::NginxLua => "nginx-lua",
+            Self::NoLimit => "tidegate no limit",
+            Self::Embedded => "tidegate embedded",
+            Self::Redis => "tidegate redis",
+        }
+    }
+
+    pub(crate) fn is_tidegate(self) -> bool {
+        matches!(self, Self::NoLimit | Self::Embedded | Self::Redis)
+    }
+
+    pub(crate) fn uses_redis(self) -> bool {
+        matches!(self, Self::NginxLua | Self::Redis)
+    }
+
+    /// Starts one process with one worker thread (HAProxy: as many as said). `number` tells instances apart.
+    pub(crate) async fn start(self, setup: &Setup, number: usize) -> Result<Proc> {
+        let port = free_port()?;
+        let name = format!("{}-{number}", self.name().replace(' ', "-"));
+        let threads = setup.haproxy_threads.to_string();
+        let (listen, admin, slots) = (
+            port.to_string(),
+            free_port()?.to_string(),
+            setup.slots.to_string(),
+        );
+        let (upstream, redis) = (setup.upstream.to_string(), setup.redis.to_string());
+        let store = if self == Self::Redis {
+            format!("redis://127.0.0.1:{redis}")
+        } else {
+            "memory:".to_owned()
+        };
+        let values = [
+            ("LISTEN", listen.as_str()),
+            ("ADMIN", &admin),
+            ("UPSTREAM", &upstream),
+            ("REDIS", &redis),
+            ("SLOTS", &slots),
+            ("STORE", &store),
+            ("THREADS", &threads),
+            (
+                "LIMIT",
+                if setup.haproxy_queue {
+                    "maxconn 10"
+                } else {
+                    ""
+                },
+            ),
+            (
+                "LIMITS",
+                if self == Self::NoLimit {
+                    "[]"
+                } else {
+                    r#"["bench"]"#
+                },
+            ),
+        ];
+        let write = |file: &str, template: &str| fill(&name, file, template, &values);
+        let command = match self {
+            Self::Direct => return Err("direct is no process".into()),
+            Self::Haproxy => format!(
+                "haproxy -db -f {}",
+                write("haproxy.cfg", include_str!("haproxy.cfg"))?
+            ),
+            Self::Nginx => format!(
+                "nginx -p {DIR}/{name} -c {}",
+                write("nginx.conf", include_str!("nginx.conf"))?
+            ),
+            Self::NginxLua => {
+                write("semaphore.lua", include_str!("semaphore.lua"))?;
+                format!(
+                    "nginx -p {DIR}/{name} -c {}",
+                    write("nginx.conf", include_str!("nginx-lua.conf"))?
+                )
+            }
+            Self::NoLimit | Self::Embedded | Self::Redis => {
+                let config = write("tidegate.toml", include_str!("tidegate.toml"))?;
+                format!("{DIR}/tidegate run --config {config} --threads 1")
+            }
+        };
+        let command: Vec<String> = command.split(' ').map(str::to_owned).collect();
+        Proc::start(&name, port, setup.cpus, &command).await
+    }
+}
+
+/// Starts a Redis that keeps nothing on disk.
+pub(crate) async fn start_redis(cpus: Cpus) -> Result<Proc> {
+    let port = free_port()?;
+    let command =
+        format!("redis-server --port {port} --bind 127.0.0.1 --appendonly no --dir {DIR} --save");
+    let mut command: Vec<String> = command.split(' ').map(str::to_owned).collect();
+    command.push(String::new());
+    Proc::start("redis", port, cpus, &command).await
+}

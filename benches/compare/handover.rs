@@ -1,0 +1,256 @@
+//! The hand-over of a slot: 10 slots, 20 ms holds, more clients than that.
+//!
+//! Tidegate and the poller run as two instances that share Redis, each with half of the clients. HAProxy is
+//! one process with two threads, for its queue is its own; Tidegate's embedded store likewise. The poller is
+//! nginx-lua, whose requests ask Redis again every 100 ms.
+
+use std::{
+    net::{Ipv4Addr, SocketAddr},
+    time::Duration,
+};
+
+use crate::{
+    Bound, Candidate, Result, Run,
+    candidates::{Setup, start_redis},
+    children::{Cpus, Proc},
+    load::{burst, closed_loop, open_arrivals},
+    report::{Disturbance, figure, median},
+};
+
+const CANDIDATES: [Candidate; 4] = [
+    Candidate::Haproxy,
+    Candidate::NginxLua,
+    Candidate::Embedded,
+    Candidate::Redis,
+];
+const SLOTS: usize = 10;
+const HOLD: Duration = Duration::from_millis(20);
+const CLIENTS: usize = 100;
+const BURST: usize = 200;
+const BURSTS: usize = 3;
+const OPEN_PER_SECOND: f64 = 450.0;
+
+/// One round of one candidate; times in ms.
+#[derive(Clone, Copy, Debug)]
+struct Sample {
+    candidate: Candidate,
+    round: usize,
+    per_second: f64,
+    p50: f64,
+    p99: f64,
+    max: f64,
+    jain: f64,
+    burst: f64,
+    open_p50: f64,
+    open_p99: f64,
+    /// The most requests that the upstream ever held.
+    most: f64,
+}
+
+pub(crate) async fn section(run: &mut Run) -> Result<()> {
+    let disturbance = Disturbance::watch();
+    let redis = start_redis(Cpus::Any).await?;
+    let mut started = Vec::new();
+    for candidate in CANDIDATES {
+        let upstream = crate::upstream::HoldUpstream::start()?;
+        let setup = Setup {
+            cpus: Cpus::Any,
+            slots: SLOTS,
+            haproxy_threads: 2,
+            haproxy_queue: true,
+            upstream: upstream.addr.port(),
+            redis: redis.port,
+        };
+        match start_instances(candidate, &setup).await {
+            Ok(procs) => started.push((candidate, upstream, procs)),
+            Err(error) => run.missing(candidate, error)?,
+        }
+    }
+
+    let mut samples = Vec::new();
+    for round in 0..run.rounds {
+        for (candidate, upstream, procs) in &started {
+            eprint!(
+                "\rround {} of {}: hand-over, {}    ",
+                round + 1,
+                run.rounds,
+                candidate.name()
+            );
+            let addrs: Vec<_> = procs
+                .iter()
+                .map(|proc| SocketAddr::from((Ipv4Addr::LOCALHOST, proc.port)))
+                .collect();
+            let length = Duration::from_millis(run.seconds * 2500);
+            match measure(&addrs, length, round).await {
+                Ok(sample) => samples.push(Sample {
+                    candidate: *candidate,
+                    round,
+                    most: upstream.most() as f64,
+                    ..sample
+                }),
+                Err(error) => run
+                    .failures
+                    .push(format!("hand-over, {}: {error}", candidate.name())),
+            }
+            if upstream.most() > SLOTS as u64 {
+                let most = upstream.most();
+                run.failures.push(format!(
+                    "hand-over, {}: the upstream held {most}",
+                    candidate.name()
+                ));
+            }
+        }
+    }
+    eprintln!();
+    drop((started, redis));
+    show(run, &samples, disturbance.percent());
+    Ok(())
+}
+
+/// Two instances where the candidate can share its count, otherwise one.
+async fn start_instances(candidate: Candidate, setup: &Setup) -> Result<Vec<Proc>> {
+    let mut procs = vec![candidate.start(setup, 1).await?];
+    if candidate.uses_redis() {
+        procs.push(candidate.start(setup, 2).await?);
+    }
+    Ok(procs)
+}
+
+/// The three loads, one after the other.
+async fn measure(addrs: &[SocketAddr], length: Duration, round: usize) -> Result<Sample> {
+    let ms = |micros: u64| micros as f64 / 1000.0;
+    let (counts, closed) =
+        closed_loop(addrs, CLIENTS, HOLD, Duration::from_millis(500), length).await?;
+    let mut bursts = Vec::new();
+    for _ in 0..BURSTS {
+        bursts.push(burst(addrs, BURST, HOLD).await?.as_secs_f64() * 1000.0);
+    }
+    let open = open_arrivals(addrs, OPEN_PER_SECOND, HOLD, length, round as u64).await?;
+    Ok(Sample {
+        candidate: Candidate::Direct,
+        round,
+        per_second: closed.len() as f64 / length.as_secs_f64(),
+        p50: ms(closed.value_at_quantile(0.5)),
+        p99: ms(closed.value_at_quantile(0.99)),
+        max: ms(closed.max()),
+        jain: jain(&counts),
+        burst: median(bursts),
+        open_p50: ms(open.value_at_quantile(0.5)),
+        open_p99: ms(open.value_at_quantile(0.99)),
+        most: f64::NAN,
+    })
+}
+
+/// Jain's index of fairness: 1 if all got the same, 1/n if one got everything.
+fn jain(counts: &[u64]) -> f64 {
+    let sum: f64 = counts.iter().map(|&count| count as f64).sum();
+    let squares: f64 = counts.iter().map(|&count| (count as f64).powi(2)).sum();
+    sum * sum / (counts.len() as f64 * squares)
+}
+
+fn show(run: &mut Run, samples: &[Sample], others: f64) {
+    let middle = |candidate, value: fn(&Sample) -> f64| {
+        median(
+            samples
+                .iter()
+                .filter(|sample| sample.candidate == candidate)
+                .map(value),
+        )
+    };
+    let to_haproxy = |candidate, value: fn(&Sample) -> f64| {
+        let of = samples
+            .iter()
+            .filter(|sample| sample.candidate == candidate);
+        let haproxy = |round| {
+            samples
+                .iter()
+                .find(|s| s.candidate == Candidate::Haproxy && s.round == round)
+        };
+        median(of.filter_map(|of| Some(value(of) / value(haproxy(of.round)?))))
+    };
+    let ideal = SLOTS as f64 / HOLD.as_secs_f64();
+    let ratio_row = |what: &str, value: fn(&Sample) -> f64| {
+        let mut row = vec![what.to_owned()];
+        for candidate in CANDIDATES {
+            let ratio = to_haproxy(candidate, value);
+            let value = figure(middle(candidate, value));
+            row.push(match candidate {
+                _ if ratio.is_nan() => "not available".to_owned(),
+                Candidate::Haproxy => value,
+                _ => format!("{value} ({}x)", figure(ratio)),
+            });
+        }
+        row
+    };
+    let row = |what: &str, value: &dyn Fn(Candidate) -> f64| {
+        let cells = CANDIDATES.map(|candidate| figure(value(candidate)));
+        [what.to_owned()].into_iter().chain(cells).collect()
+    };
+    let rows = [
+        ratio_row("100 clients, req/s", |s| s.per_second),
+        row("share of N / hold, %", &|candidate| {
+            100.0 * middle(candidate, |s| s.per_second) / ideal
+        }),
+        ratio_row("p50 ms", |s| s.p50),
+        ratio_row("p99 ms", |s| s.p99),
+        ratio_row("max ms", |s| s.max),
+        ratio_row("Jain's index", |s| s.jain),
+        ratio_row("burst of 200, last answer ms", |s| s.burst),
+        ratio_row("open 450/s, p50 ms", |s| s.open_p50),
+        ratio_row("open 450/s, p99 ms", |s| s.open_p99),
+        row("most at the upstream", &|candidate| {
+            middle(candidate, |s| s.most)
+        }),
+    ];
+    run.report.heading("Hand-over, 10 slots, 20 ms holds");
+    run.report.table(
+        &[
+            "",
+            "haproxy queue",
+            "polling (nginx-lua)",
+            "tidegate embedded",
+            "tidegate redis",
+        ],
+        &rows,
+    );
+    run.report.line(&format!(
+        "Medians of {} rounds, in brackets the ratio to HAProxy's queue within a round. Tidegate on Redis and the \
+         poller: two instances of one thread, each with half of the clients; HAProxy one process of two threads, \
+         Tidegate embedded one of one. The ideal burst is 400 ms. Open arrivals are a Poisson process, the same for \
+         all. Other processes used {others:.1} % of the machine.",
+        run.rounds
+    ));
+    let redis = |value: fn(&Sample) -> f64| to_haproxy(Candidate::Redis, value);
+    let (per_second, p99, burst, open) = (
+        redis(|s| s.per_second),
+        redis(|s| s.p99),
+        redis(|s| s.burst),
+        redis(|s| s.open_p99),
+    );
+    let jain = middle(Candidate::Redis, |s| s.jain);
+    run.mark(
+        "hand-over, req/s: tidegate redis / haproxy queue",
+        per_second,
+        Bound::AtLeast(0.97),
+    );
+    run.mark(
+        "hand-over, p99: tidegate redis / haproxy queue",
+        p99,
+        Bound::AtMost(1.2),
+    );
+    run.mark(
+        "hand-over, Jain's index: tidegate redis",
+        jain,
+        Bound::AtLeast(0.98),
+    );
+    run.mark(
+        "burst: tidegate redis / haproxy queue",
+        burst,
+        Bound::AtMost(1.1),
+    );
+    run.mark(
+        "open p99: tidegate redis / haproxy queue",
+        open,
+        Bound::AtMost(1.5),
+    );
+}

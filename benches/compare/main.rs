@@ -1,0 +1,168 @@
+//! Tidegate beside HAProxy, nginx and nginx with a semaphore in Lua: `make bench`.
+//!
+//! Three sections, each of which starts its own processes: throughput (what a proxy and a limit cost),
+//! hand-over (what waiting costs), memory (what a waiter costs). Rounds are interleaved: every candidate is
+//! measured once in each, so a ratio compares neighbours in time, and the median of the rounds is shown.
+//!
+//! **Pinning.** Each candidate has CPU 0 to itself, with one worker thread; wrk, the upstream and Redis
+//! share the other CPUs. So requests/s is what one core of proxy carries, as long as the column `core`
+//! says that this core was busy: where it isn't, the rest was the bottleneck. The upstream is 20 lines of
+//! Rust, for nothing answers 1 KB with less CPU. In the hand-over nobody is short of CPU, so nothing is
+//! pinned there.
+//!
+//! Environment: `BENCH_ROUNDS` (3), `BENCH_SECONDS` (2, of each wrk run; the hand-over's loads last 2.5 times
+//! as long), `BENCH_ONLY` (`throughput`, `handover` or `memory`).
+
+use std::{env, process::ExitCode};
+
+use candidates::Candidate;
+use children::DIR;
+use report::{Disturbance, Report, figure};
+
+mod candidates;
+mod children;
+mod handover;
+mod load;
+mod memory;
+mod report;
+mod throughput;
+mod upstream;
+
+type Error = Box<dyn std::error::Error + Send + Sync>;
+type Result<T> = std::result::Result<T, Error>;
+
+/// How long and how often to measure, and what came of it.
+#[derive(Debug)]
+struct Run {
+    rounds: usize,
+    seconds: u64,
+    report: Report,
+    marks: Vec<Mark>,
+    failures: Vec<String>,
+}
+
+/// A ratio that Tidegate is to reach.
+#[derive(Debug)]
+struct Mark {
+    name: String,
+    ratio: f64,
+    bound: Bound,
+}
+
+#[derive(Clone, Copy, Debug)]
+enum Bound {
+    AtLeast(f64),
+    AtMost(f64),
+}
+
+impl Run {
+    fn mark(&mut self, name: impl Into<String>, ratio: f64, bound: Bound) {
+        self.marks.push(Mark {
+            name: name.into(),
+            ratio,
+            bound,
+        });
+    }
+
+    /// A candidate that doesn't start is missing from its section, and fails the run. Those that aren't
+    /// Tidegate come from Debian and have to start.
+    fn missing(&mut self, candidate: Candidate, error: Error) -> Result<()> {
+        if !candidate.is_tidegate() {
+            return Err(error);
+        }
+        let failure = format!("{}: not available: {error}", candidate.name());
+        if !self.failures.contains(&failure) {
+            self.failures.push(failure);
+        }
+        Ok(())
+    }
+
+    fn show_marks(&mut self) {
+        let row = |mark: &Mark| {
+            let (bound, met) = match mark.bound {
+                Bound::AtLeast(bound) => (format!(">= {bound}"), mark.ratio >= bound),
+                Bound::AtMost(bound) => (format!("<= {bound}"), mark.ratio <= bound),
+            };
+            let verdict = if mark.ratio.is_nan() {
+                "not measured"
+            } else if met {
+                "reached"
+            } else {
+                "MISSED"
+            };
+            vec![
+                mark.name.clone(),
+                bound,
+                figure(mark.ratio),
+                verdict.to_owned(),
+            ]
+        };
+        let rows: Vec<_> = self.marks.iter().map(row).collect();
+        self.report.heading("Marks");
+        self.report
+            .table(&["ratio within the run", "mark", "measured", ""], &rows);
+    }
+}
+
+#[tokio::main(flavor = "current_thread")]
+async fn main() -> ExitCode {
+    let args: Vec<String> = env::args().collect();
+    let done = match args.get(1..) {
+        Some([role, port]) if role == "upstream" => match port.parse() {
+            Ok(port) => upstream::serve_fast(port).await.map(|()| true),
+            Err(error) => Err(Error::from(error)),
+        },
+        _ => compare().await,
+    };
+    match done {
+        Ok(true) => ExitCode::SUCCESS,
+        Ok(false) => ExitCode::FAILURE,
+        Err(error) => {
+            eprintln!("bench: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+/// Runs what is asked for and saves the report. False if something was missing or answered wrongly.
+async fn compare() -> Result<bool> {
+    std::fs::create_dir_all(DIR)?;
+    let number = |name, default: u64| env::var(name).map_or(Ok(default), |value| value.parse());
+    let mut run = Run {
+        rounds: usize::try_from(number("BENCH_ROUNDS", 3)?)?,
+        seconds: number("BENCH_SECONDS", 2)?,
+        report: Report::default(),
+        marks: Vec::new(),
+        failures: Vec::new(),
+    };
+    let only = env::var("BENCH_ONLY").unwrap_or_default();
+    let wanted = |section: &str| only.is_empty() || only == section;
+
+    run.report.heading("Machine");
+    run.report.list(&report::machine());
+    let disturbance = Disturbance::watch();
+    if wanted("throughput") {
+        throughput::section(&mut run).await?;
+    }
+    if wanted("handover") {
+        handover::section(&mut run).await?;
+    }
+    if wanted("memory") {
+        memory::section(&mut run).await?;
+    }
+    run.show_marks();
+    let others = disturbance.percent();
+    let verdict = if others > 3.0 {
+        "DISTURBED: measure again"
+    } else {
+        "undisturbed"
+    };
+    run.report.line(&format!(
+        "Other processes used {others:.1} % of the machine's CPU meanwhile: {verdict}."
+    ));
+    for failure in &run.failures {
+        run.report.line(&format!("FAILED: {failure}"));
+    }
+    run.report.save()?;
+    Ok(run.failures.is_empty())
+}

@@ -1,0 +1,192 @@
+//! The report: tables as aligned text for the terminal and as Markdown for the README, and the machine.
+
+use std::{fmt::Write, fs, process::Command};
+
+use crate::children::{DIR, machine_and_own_cpu};
+
+/// The middle of what was measured; NaN when nothing was.
+pub(crate) fn median(values: impl IntoIterator<Item = f64>) -> f64 {
+    let mut values: Vec<f64> = values.into_iter().collect();
+    values.sort_by(f64::total_cmp);
+    values.get(values.len() / 2).copied().unwrap_or(f64::NAN)
+}
+
+/// A number as it is printed.
+pub(crate) fn figure(value: f64) -> String {
+    match value.abs() {
+        _ if value.is_nan() => "-".to_owned(),
+        100.0.. => format!("{value:.0}"),
+        10.0.. => format!("{value:.1}"),
+        _ => format!("{value:.2}"),
+    }
+}
+
+/// The share of the machine that processes other than ours used, in percent.
+#[derive(Debug)]
+pub(crate) struct Disturbance {
+    machine: f64,
+    own: f64,
+    since: tokio::time::Instant,
+}
+
+impl Disturbance {
+    pub(crate) fn watch() -> Self {
+        let (machine, own) = machine_and_own_cpu();
+        Self {
+            machine,
+            own,
+            since: tokio::time::Instant::now(),
+        }
+    }
+
+    pub(crate) fn percent(&self) -> f64 {
+        let (machine, own) = machine_and_own_cpu();
+        let cpus = std::thread::available_parallelism().map_or(1.0, |n| n.get() as f64);
+        let others = (machine - self.machine) - (own - self.own);
+        100.0 * others.max(0.0) / (self.since.elapsed().as_secs_f64() * cpus)
+    }
+}
+
+/// The report as it grows: printed at once, written at the end.
+#[derive(Debug, Default)]
+pub(crate) struct Report {
+    markdown: String,
+}
+
+impl Report {
+    pub(crate) fn heading(&mut self, text: &str) {
+        println!("\n{text}\n");
+        _ = write!(self.markdown, "\n### {text}\n\n");
+    }
+
+    pub(crate) fn line(&mut self, text: &str) {
+        println!("{text}");
+        _ = write!(self.markdown, "{text}\n\n");
+    }
+
+    pub(crate) fn table(&mut self, head: &[&str], rows: &[Vec<String>]) {
+        let width = |column: usize| {
+            let cells = rows
+                .iter()
+                .filter_map(|row| row.get(column))
+                .map(|cell| cell.chars().count());
+            cells
+                .chain([head[column].chars().count()])
+                .max()
+                .unwrap_or(0)
+        };
+        let widths: Vec<usize> = (0..head.len()).map(width).collect();
+        let head: Vec<String> = head.iter().map(|&cell| cell.to_owned()).collect();
+        let line = |row: &Vec<String>, between: &str| {
+            let cells = row.iter().zip(&widths).enumerate();
+            let cells = cells.map(|(i, (cell, &w))| {
+                if i == 0 {
+                    format!("{cell:<w$}")
+                } else {
+                    format!("{cell:>w$}")
+                }
+            });
+            cells.collect::<Vec<_>>().join(between)
+        };
+        let rule = widths.iter().enumerate().map(|(i, &w)| {
+            if i == 0 {
+                "-".repeat(w)
+            } else {
+                "-".repeat(w - 1) + ":"
+            }
+        });
+        _ = writeln!(
+            self.markdown,
+            "| {} |\n| {} |",
+            line(&head, " | "),
+            rule.collect::<Vec<_>>().join(" | ")
+        );
+        println!("{}", line(&head, "  "));
+        for row in rows {
+            println!("{}", line(row, "  "));
+            _ = writeln!(self.markdown, "| {} |", line(row, " | "));
+        }
+        println!();
+        self.markdown.push('\n');
+    }
+
+    pub(crate) fn list(&mut self, items: &[(&str, String)]) {
+        for (name, text) in items {
+            println!("{name:<16}  {text}");
+            _ = writeln!(self.markdown, "- {name}: {text}");
+        }
+    }
+
+    pub(crate) fn save(&self) -> crate::Result<()> {
+        let path = format!("{DIR}/report.md");
+        fs::write(&path, &self.markdown)?;
+        println!("saved to {path}");
+        Ok(())
+    }
+}
+
+/// What this runs on, and the versions of everything.
+pub(crate) fn machine() -> Vec<(&'static str, String)> {
+    let read = |file: &str, key: &str| {
+        let text = fs::read_to_string(file).unwrap_or_default();
+        let line = text
+            .lines()
+            .find(|line| line.starts_with(key))
+            .unwrap_or_default();
+        line.split([':', '='])
+            .nth(1)
+            .unwrap_or("?")
+            .trim()
+            .trim_matches('"')
+            .to_owned()
+    };
+    let kernel = fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default();
+    let cpus = std::thread::available_parallelism().map_or(0, std::num::NonZero::get);
+    let programs = [
+        ("Tidegate", format!("{DIR}/tidegate --version")),
+        ("commit", "git rev-parse --short HEAD".to_owned()),
+        ("rustc", "rustc --version".to_owned()),
+        ("HAProxy", "haproxy -v".to_owned()),
+        ("nginx", "nginx -v".to_owned()),
+        (
+            "nginx Lua module",
+            "dpkg-query -W libnginx-mod-http-lua".to_owned(),
+        ),
+        ("Redis", "redis-server --version".to_owned()),
+        ("wrk", "wrk --version".to_owned()),
+    ];
+    let mut items = vec![
+        (
+            "CPU",
+            format!("{cpus} x {}", read("/proc/cpuinfo", "model name")),
+        ),
+        ("memory", read("/proc/meminfo", "MemTotal")),
+        (
+            "system",
+            format!(
+                "{}, Linux {}",
+                read("/etc/os-release", "PRETTY_NAME"),
+                kernel.trim()
+            ),
+        ),
+    ];
+    items.extend(programs.map(|(name, command)| (name, first_line(&command))));
+    items
+}
+
+/// The first line that a command says, on whichever stream.
+fn first_line(command: &str) -> String {
+    let mut words = command.split(' ');
+    let output = Command::new(words.next().unwrap_or_default())
+        .args(words)
+        .output();
+    let text = output
+        .map(|output| [output.stdout, output.stderr].concat())
+        .unwrap_or_default();
+    let text = String::from_utf8_lossy(&text);
+    text.lines()
+        .next()
+        .unwrap_or("not available")
+        .trim()
+        .to_owned()
+}
