@@ -1,4 +1,12 @@
-.PHONY: bench
+.PHONY: demo test bench
+
+# A sample provider, two instances, traffic, a live table; nothing to install.
+demo:
+	cargo run --release -- demo
+
+# Every test; installs redis-server where it is missing.
+test:
+	tests/run.sh
 
 # Tidegate beside HAProxy, nginx and nginx with a semaphore in Lua; see benches/compare/main.rs.
 # The program is built without the bench's own dependencies, whose features would change it.
