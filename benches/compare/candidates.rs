@@ -73,11 +73,8 @@ impl Candidate {
         let port = free_port()?;
         let name = format!("{}-{number}", self.name().replace(' ', "-"));
         let threads = setup.haproxy_threads.to_string();
-        let (listen, admin, slots) = (
-            port.to_string(),
-            free_port()?.to_string(),
-            setup.slots.to_string(),
-        );
+        let (listen, admin, slots) =
+            (port.to_string(), free_port()?.to_string(), setup.slots.to_string());
         let (upstream, redis) = (setup.upstream.to_string(), setup.redis.to_string());
         let store = if self == Self::Redis {
             format!("redis://127.0.0.1:{redis}")
@@ -92,30 +89,15 @@ impl Candidate {
             ("SLOTS", &slots),
             ("STORE", &store),
             ("THREADS", &threads),
-            (
-                "LIMIT",
-                if setup.haproxy_queue {
-                    "maxconn 10"
-                } else {
-                    ""
-                },
-            ),
-            (
-                "LIMITS",
-                if self == Self::NoLimit {
-                    "[]"
-                } else {
-                    r#"["bench"]"#
-                },
-            ),
+            ("LIMIT", if setup.haproxy_queue { "maxconn 10" } else { "" }),
+            ("LIMITS", if self == Self::NoLimit { "[]" } else { r#"["bench"]"# }),
         ];
         let write = |file: &str, template: &str| fill(&name, file, template, &values);
         let command = match self {
             Self::Direct => return Err("direct is no process".into()),
-            Self::Haproxy => format!(
-                "haproxy -db -f {}",
-                write("haproxy.cfg", include_str!("haproxy.cfg"))?
-            ),
+            Self::Haproxy => {
+                format!("haproxy -db -f {}", write("haproxy.cfg", include_str!("haproxy.cfg"))?)
+            }
             Self::Nginx => format!(
                 "nginx -p {DIR}/{name} -c {}",
                 write("nginx.conf", include_str!("nginx.conf"))?

@@ -68,16 +68,11 @@ impl Proc {
             .spawn()?;
         let mut this = Self { port, child };
         for _ in 0..100 {
-            if TcpStream::connect((Ipv4Addr::LOCALHOST, port))
-                .await
-                .is_ok()
-            {
+            if TcpStream::connect((Ipv4Addr::LOCALHOST, port)).await.is_ok() {
                 return Ok(this);
             }
             if let Some(status) = this.child.try_wait()? {
-                return Err(
-                    format!("{name} ended at once ({status}): see {DIR}/{name}.log").into(),
-                );
+                return Err(format!("{name} ended at once ({status}): see {DIR}/{name}.log").into());
             }
             time::sleep(Duration::from_millis(50)).await;
         }
@@ -89,18 +84,13 @@ impl Proc {
         let pid = self.child.id();
         let children =
             fs::read_to_string(format!("/proc/{pid}/task/{pid}/children")).unwrap_or_default();
-        let children = children
-            .split_whitespace()
-            .filter_map(|pid| pid.parse().ok());
+        let children = children.split_whitespace().filter_map(|pid| pid.parse().ok());
         std::iter::once(pid).chain(children).collect()
     }
 
     /// CPU seconds spent so far.
     pub(crate) fn cpu(&self) -> f64 {
-        self.pids()
-            .into_iter()
-            .map(|pid| cpu(&pid.to_string(), 2))
-            .sum()
+        self.pids().into_iter().map(|pid| cpu(&pid.to_string(), 2)).sum()
     }
 
     /// Resident KiB. What processes share is counted once (Pss).
@@ -108,8 +98,7 @@ impl Proc {
         let kib = |pid| {
             let maps = fs::read_to_string(format!("/proc/{pid}/smaps_rollup")).unwrap_or_default();
             let line = maps.lines().find_map(|line| line.strip_prefix("Pss:"));
-            line.and_then(|line| line.split_whitespace().next()?.parse::<f64>().ok())
-                .unwrap_or(0.0)
+            line.and_then(|line| line.split_whitespace().next()?.parse::<f64>().ok()).unwrap_or(0.0)
         };
         self.pids().into_iter().map(kib).sum()
     }
@@ -121,9 +110,7 @@ impl Drop for Proc {
             return;
         }
         // TERM, and not `Child::kill`, for a killed nginx leaves its workers behind.
-        _ = Command::new("kill")
-            .arg(self.child.id().to_string())
-            .status();
+        _ = Command::new("kill").arg(self.child.id().to_string()).status();
         for _ in 0..100 {
             if !matches!(self.child.try_wait(), Ok(None)) {
                 return;
@@ -139,10 +126,7 @@ fn cpu(pid: &str, fields: usize) -> f64 {
     let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
     let after_name = stat.rsplit(") ").next().unwrap_or_default();
     let ticks = after_name.split(' ').skip(11).take(fields);
-    ticks
-        .filter_map(|ticks| ticks.parse::<f64>().ok())
-        .sum::<f64>()
-        / TICKS_PER_SECOND
+    ticks.filter_map(|ticks| ticks.parse::<f64>().ok()).sum::<f64>() / TICKS_PER_SECOND
 }
 
 /// CPU seconds that the machine spent on processes, and those of this process and its ended children.
@@ -150,19 +134,14 @@ fn cpu(pid: &str, fields: usize) -> f64 {
 /// The difference is what others did, if none of our children runs at either end.
 pub(crate) fn machine_and_own_cpu() -> (f64, f64) {
     let stat = fs::read_to_string("/proc/stat").unwrap_or_default();
-    let ticks = stat
-        .split_whitespace()
-        .skip(1)
-        .take(3)
-        .filter_map(|ticks| ticks.parse::<f64>().ok());
+    let ticks =
+        stat.split_whitespace().skip(1).take(3).filter_map(|ticks| ticks.parse::<f64>().ok());
     (ticks.sum::<f64>() / TICKS_PER_SECOND, cpu("self", 4))
 }
 
 /// A port that nobody listens on.
 pub(crate) fn free_port() -> Result<u16> {
-    Ok(TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?
-        .local_addr()?
-        .port())
+    Ok(TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?.local_addr()?.port())
 }
 
 /// Fills the `@NAME@`s of a template and writes it to `DIR/<name>/<file>`.

@@ -17,12 +17,8 @@ use crate::{
     report::{Disturbance, figure, median},
 };
 
-const CANDIDATES: [Candidate; 4] = [
-    Candidate::Haproxy,
-    Candidate::NginxLua,
-    Candidate::Embedded,
-    Candidate::Redis,
-];
+const CANDIDATES: [Candidate; 4] =
+    [Candidate::Haproxy, Candidate::NginxLua, Candidate::Embedded, Candidate::Redis];
 const SLOTS: usize = 10;
 const HOLD: Duration = Duration::from_millis(20);
 const CLIENTS: usize = 100;
@@ -70,12 +66,7 @@ pub(crate) async fn section(run: &mut Run) -> Result<()> {
     let mut samples = Vec::new();
     for round in 0..run.rounds {
         for (candidate, upstream, procs) in &started {
-            eprint!(
-                "\rround {} of {}: hand-over, {}    ",
-                round + 1,
-                run.rounds,
-                candidate.name()
-            );
+            eprint!("\rround {} of {}: hand-over, {}    ", round + 1, run.rounds, candidate.name());
             let addrs: Vec<_> = procs
                 .iter()
                 .map(|proc| SocketAddr::from((Ipv4Addr::LOCALHOST, proc.port)))
@@ -88,16 +79,14 @@ pub(crate) async fn section(run: &mut Run) -> Result<()> {
                     most: upstream.most() as f64,
                     ..sample
                 }),
-                Err(error) => run
-                    .failures
-                    .push(format!("hand-over, {}: {error}", candidate.name())),
+                Err(error) => {
+                    run.failures.push(format!("hand-over, {}: {error}", candidate.name()))
+                }
             }
             if upstream.most() > SLOTS as u64 {
                 let most = upstream.most();
-                run.failures.push(format!(
-                    "hand-over, {}: the upstream held {most}",
-                    candidate.name()
-                ));
+                run.failures
+                    .push(format!("hand-over, {}: the upstream held {most}", candidate.name()));
             }
         }
     }
@@ -150,22 +139,12 @@ fn jain(counts: &[u64]) -> f64 {
 
 fn show(run: &mut Run, samples: &[Sample], others: f64) {
     let middle = |candidate, value: fn(&Sample) -> f64| {
-        median(
-            samples
-                .iter()
-                .filter(|sample| sample.candidate == candidate)
-                .map(value),
-        )
+        median(samples.iter().filter(|sample| sample.candidate == candidate).map(value))
     };
     let to_haproxy = |candidate, value: fn(&Sample) -> f64| {
-        let of = samples
-            .iter()
-            .filter(|sample| sample.candidate == candidate);
-        let haproxy = |round| {
-            samples
-                .iter()
-                .find(|s| s.candidate == Candidate::Haproxy && s.round == round)
-        };
+        let of = samples.iter().filter(|sample| sample.candidate == candidate);
+        let haproxy =
+            |round| samples.iter().find(|s| s.candidate == Candidate::Haproxy && s.round == round);
         median(of.filter_map(|of| Some(value(of) / value(haproxy(of.round)?))))
     };
     let ideal = SLOTS as f64 / HOLD.as_secs_f64();
@@ -198,19 +177,11 @@ fn show(run: &mut Run, samples: &[Sample], others: f64) {
         ratio_row("burst of 200, last answer ms", |s| s.burst),
         ratio_row("open 450/s, p50 ms", |s| s.open_p50),
         ratio_row("open 450/s, p99 ms", |s| s.open_p99),
-        row("most at the upstream", &|candidate| {
-            middle(candidate, |s| s.most)
-        }),
+        row("most at the upstream", &|candidate| middle(candidate, |s| s.most)),
     ];
     run.report.heading("Hand-over, 10 slots, 20 ms holds");
     run.report.table(
-        &[
-            "",
-            "haproxy queue",
-            "polling (nginx-lua)",
-            "tidegate embedded",
-            "tidegate redis",
-        ],
+        &["", "haproxy queue", "polling (nginx-lua)", "tidegate embedded", "tidegate redis"],
         &rows,
     );
     run.report.line(&format!(
@@ -221,36 +192,12 @@ fn show(run: &mut Run, samples: &[Sample], others: f64) {
         run.rounds
     ));
     let redis = |value: fn(&Sample) -> f64| to_haproxy(Candidate::Redis, value);
-    let (per_second, p99, burst, open) = (
-        redis(|s| s.per_second),
-        redis(|s| s.p99),
-        redis(|s| s.burst),
-        redis(|s| s.open_p99),
-    );
+    let (per_second, p99, burst, open) =
+        (redis(|s| s.per_second), redis(|s| s.p99), redis(|s| s.burst), redis(|s| s.open_p99));
     let jain = middle(Candidate::Redis, |s| s.jain);
-    run.mark(
-        "hand-over, req/s: tidegate redis / haproxy queue",
-        per_second,
-        Bound::AtLeast(0.97),
-    );
-    run.mark(
-        "hand-over, p99: tidegate redis / haproxy queue",
-        p99,
-        Bound::AtMost(1.2),
-    );
-    run.mark(
-        "hand-over, Jain's index: tidegate redis",
-        jain,
-        Bound::AtLeast(0.98),
-    );
-    run.mark(
-        "burst: tidegate redis / haproxy queue",
-        burst,
-        Bound::AtMost(1.1),
-    );
-    run.mark(
-        "open p99: tidegate redis / haproxy queue",
-        open,
-        Bound::AtMost(1.5),
-    );
+    run.mark("hand-over, req/s: tidegate redis / haproxy queue", per_second, Bound::AtLeast(0.97));
+    run.mark("hand-over, p99: tidegate redis / haproxy queue", p99, Bound::AtMost(1.2));
+    run.mark("hand-over, Jain's index: tidegate redis", jain, Bound::AtLeast(0.98));
+    run.mark("burst: tidegate redis / haproxy queue", burst, Bound::AtMost(1.1));
+    run.mark("open p99: tidegate redis / haproxy queue", open, Bound::AtMost(1.5));
 }

@@ -29,15 +29,7 @@ pub(crate) struct Throughput {
 /// Runs wrk with one thread on every CPU but the proxy's.
 pub(crate) async fn wrk(port: u16, connections: usize, seconds: u64) -> Result<Throughput> {
     let output = Command::new("taskset")
-        .args([
-            "-c",
-            &Cpus::Rest.list(),
-            "wrk",
-            "-t1",
-            "--latency",
-            "--timeout",
-            "10s",
-        ])
+        .args(["-c", &Cpus::Rest.list(), "wrk", "-t1", "--latency", "--timeout", "10s"])
         .args([
             format!("-c{connections}"),
             format!("-d{seconds}s"),
@@ -48,29 +40,19 @@ pub(crate) async fn wrk(port: u16, connections: usize, seconds: u64) -> Result<T
         .output()
         .await?;
     let text = String::from_utf8_lossy(&output.stdout);
-    let after = |label: &str| {
-        text.split_once(label)
-            .and_then(|(_, rest)| rest.split_whitespace().next())
-    };
-    let percentile = |label: &str| {
-        text.lines()
-            .find_map(|line| line.trim().strip_prefix(label))
-            .map(str::trim)
-    };
+    let after =
+        |label: &str| text.split_once(label).and_then(|(_, rest)| rest.split_whitespace().next());
+    let percentile =
+        |label: &str| text.lines().find_map(|line| line.trim().strip_prefix(label)).map(str::trim);
     let failed = || format!("wrk said: {text}");
-    let requests = text
-        .lines()
-        .find_map(|line| line.trim().split_once(" requests in "))
-        .ok_or_else(failed)?
-        .0;
+    let requests =
+        text.lines().find_map(|line| line.trim().split_once(" requests in ")).ok_or_else(failed)?.0;
     let socket_errors = text
         .split_once("Socket errors:")
         .and_then(|(_, rest)| rest.lines().next())
         .unwrap_or_default();
-    let socket_errors = socket_errors
-        .split([' ', ','])
-        .filter_map(|word| word.parse::<f64>().ok())
-        .sum::<f64>();
+    let socket_errors =
+        socket_errors.split([' ', ',']).filter_map(|word| word.parse::<f64>().ok()).sum::<f64>();
     Ok(Throughput {
         requests: requests.parse()?,
         per_second: after("Requests/sec:").ok_or_else(failed)?.parse()?,
@@ -99,10 +81,7 @@ impl Connection {
     pub(crate) async fn open(addr: SocketAddr) -> Result<Self> {
         let stream = TcpStream::connect(addr).await?;
         stream.set_nodelay(true)?;
-        Ok(Self {
-            stream,
-            buffer: Vec::with_capacity(1024),
-        })
+        Ok(Self { stream, buffer: Vec::with_capacity(1024) })
     }
 
     /// Opens `count` connections, in turn to each of `addrs`.
@@ -132,19 +111,12 @@ impl Connection {
             if self.stream.read_buf(&mut self.buffer).await? == 0 {
                 return Err("closed before the answer".into());
             }
-            let Some(end) = self
-                .buffer
-                .windows(4)
-                .position(|window| window == b"\r\n\r\n")
-            else {
+            let Some(end) = self.buffer.windows(4).position(|window| window == b"\r\n\r\n") else {
                 continue;
             };
             let head = String::from_utf8_lossy(&self.buffer[..end]).to_ascii_lowercase();
             let length = head.lines().find_map(|line| {
-                line.strip_prefix("content-length:")?
-                    .trim()
-                    .parse::<usize>()
-                    .ok()
+                line.strip_prefix("content-length:")?.trim().parse::<usize>().ok()
             });
             match length {
                 Some(length) if head.starts_with("http/1.1 200 ") => {
@@ -154,7 +126,7 @@ impl Connection {
                 }
                 _ => {
                     return Err(
-                        format!("not a 200: {}", head.lines().next().unwrap_or_default()).into(),
+                        format!("not a 200: {}", head.lines().next().unwrap_or_default()).into()
                     );
                 }
             }

@@ -57,11 +57,7 @@ enum Bound {
 
 impl Run {
     fn mark(&mut self, name: impl Into<String>, ratio: f64, bound: Bound) {
-        self.marks.push(Mark {
-            name: name.into(),
-            ratio,
-            bound,
-        });
+        self.marks.push(Mark { name: name.into(), ratio, bound });
     }
 
     /// A candidate that doesn't start is missing from its section, and fails the run. Those that aren't
@@ -90,17 +86,11 @@ impl Run {
             } else {
                 "MISSED"
             };
-            vec![
-                mark.name.clone(),
-                bound,
-                figure(mark.ratio),
-                verdict.to_owned(),
-            ]
+            vec![mark.name.clone(), bound, figure(mark.ratio), verdict.to_owned()]
         };
         let rows: Vec<_> = self.marks.iter().map(row).collect();
         self.report.heading("Marks");
-        self.report
-            .table(&["ratio within the run", "mark", "measured", ""], &rows);
+        self.report.table(&["ratio within the run", "mark", "measured", ""], &rows);
     }
 }
 
@@ -152,11 +142,7 @@ async fn compare() -> Result<bool> {
     }
     run.show_marks();
     let others = disturbance.percent();
-    let verdict = if others > 3.0 {
-        "DISTURBED: measure again"
-    } else {
-        "undisturbed"
-    };
+    let verdict = if others > 3.0 { "DISTURBED: measure again" } else { "undisturbed" };
     run.report.line(&format!(
         "Other processes used {others:.1} % of the machine's CPU meanwhile: {verdict}."
     ));

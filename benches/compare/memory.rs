@@ -17,12 +17,8 @@ use crate::{
     upstream::HoldUpstream,
 };
 
-const CANDIDATES: [Candidate; 4] = [
-    Candidate::Haproxy,
-    Candidate::NginxLua,
-    Candidate::Embedded,
-    Candidate::Redis,
-];
+const CANDIDATES: [Candidate; 4] =
+    [Candidate::Haproxy, Candidate::NginxLua, Candidate::Embedded, Candidate::Redis];
 const SLOTS: usize = 10;
 /// Longer than the section takes: nobody gets a slot while it is measured.
 const HOLD: Duration = Duration::from_secs(60);
@@ -37,10 +33,7 @@ pub(crate) async fn section(run: &mut Run) -> Result<()> {
             Ok(row) => rows.push(row.show(run, candidate)),
             Err(error) => {
                 run.missing(candidate, error)?;
-                rows.push(vec![
-                    candidate.name().to_owned(),
-                    "not available".to_owned(),
-                ]);
+                rows.push(vec![candidate.name().to_owned(), "not available".to_owned()]);
             }
         }
     }
@@ -74,17 +67,10 @@ impl Waiters {
         let per_waiter = (self.calls_waiting - self.calls_alone) / 1000.0;
         if candidate == Candidate::Redis {
             // 1,000 waiters may differ from none by a heartbeat more in the window, not by a call each.
-            run.mark(
-                "Redis calls/s per waiter: tidegate redis",
-                per_waiter,
-                Bound::AtMost(0.01),
-            );
+            run.mark("Redis calls/s per waiter: tidegate redis", per_waiter, Bound::AtMost(0.01));
         }
         let figures = [self.kib, self.calls_alone, self.calls_waiting, per_waiter].map(figure);
-        [candidate.name().to_owned()]
-            .into_iter()
-            .chain(figures)
-            .collect()
+        [candidate.name().to_owned()].into_iter().chain(figures).collect()
     }
 }
 
@@ -123,11 +109,7 @@ async fn measure(candidate: Candidate) -> Result<Waiters> {
     if upstream.most() != SLOTS as u64 {
         return Err(format!("the upstream held {} instead of {SLOTS}", upstream.most()).into());
     }
-    Ok(Waiters {
-        kib,
-        calls_alone,
-        calls_waiting,
-    })
+    Ok(Waiters { kib, calls_alone, calls_waiting })
 }
 
 /// Sends `count` requests that hold long, each on its own connection, and waits for nothing.
@@ -158,7 +140,5 @@ fn calls(redis: &Proc) -> Result<f64> {
     let others = text
         .lines()
         .filter(|line| line.starts_with("cmdstat_") && !line.starts_with("cmdstat_info:"));
-    Ok(others
-        .filter_map(|line| line.split(['=', ',']).nth(1)?.parse::<f64>().ok())
-        .sum())
+    Ok(others.filter_map(|line| line.split(['=', ',']).nth(1)?.parse::<f64>().ok()).sum())
 }

@@ -32,11 +32,7 @@ pub(crate) struct Disturbance {
 impl Disturbance {
     pub(crate) fn watch() -> Self {
         let (machine, own) = machine_and_own_cpu();
-        Self {
-            machine,
-            own,
-            since: tokio::time::Instant::now(),
-        }
+        Self { machine, own, since: tokio::time::Instant::now() }
     }
 
     pub(crate) fn percent(&self) -> f64 {
@@ -66,35 +62,26 @@ impl Report {
 
     pub(crate) fn table(&mut self, head: &[&str], rows: &[Vec<String>]) {
         let width = |column: usize| {
-            let cells = rows
-                .iter()
-                .filter_map(|row| row.get(column))
-                .map(|cell| cell.chars().count());
-            cells
-                .chain([head[column].chars().count()])
-                .max()
-                .unwrap_or(0)
+            let cells =
+                rows.iter().filter_map(|row| row.get(column)).map(|cell| cell.chars().count());
+            cells.chain([head[column].chars().count()]).max().unwrap_or(0)
         };
         let widths: Vec<usize> = (0..head.len()).map(width).collect();
         let head: Vec<String> = head.iter().map(|&cell| cell.to_owned()).collect();
         let line = |row: &Vec<String>, between: &str| {
             let cells = row.iter().zip(&widths).enumerate();
-            let cells = cells.map(|(i, (cell, &w))| {
-                if i == 0 {
-                    format!("{cell:<w$}")
-                } else {
-                    format!("{cell:>w$}")
-                }
-            });
+            let cells =
+                cells.map(
+                    |(i, (cell, &w))| {
+                        if i == 0 { format!("{cell:<w$}") } else { format!("{cell:>w$}") }
+                    },
+                );
             cells.collect::<Vec<_>>().join(between)
         };
-        let rule = widths.iter().enumerate().map(|(i, &w)| {
-            if i == 0 {
-                "-".repeat(w)
-            } else {
-                "-".repeat(w - 1) + ":"
-            }
-        });
+        let rule = widths
+            .iter()
+            .enumerate()
+            .map(|(i, &w)| if i == 0 { "-".repeat(w) } else { "-".repeat(w - 1) + ":" });
         _ = writeln!(
             self.markdown,
             "| {} |\n| {} |",
@@ -129,16 +116,8 @@ impl Report {
 pub(crate) fn machine() -> Vec<(&'static str, String)> {
     let read = |file: &str, key: &str| {
         let text = fs::read_to_string(file).unwrap_or_default();
-        let line = text
-            .lines()
-            .find(|line| line.starts_with(key))
-            .unwrap_or_default();
-        line.split([':', '='])
-            .nth(1)
-            .unwrap_or("?")
-            .trim()
-            .trim_matches('"')
-            .to_owned()
+        let line = text.lines().find(|line| line.starts_with(key)).unwrap_or_default();
+        line.split([':', '=']).nth(1).unwrap_or("?").trim().trim_matches('"').to_owned()
     };
     let kernel = fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default();
     let cpus = std::thread::available_parallelism().map_or(0, std::num::NonZero::get);
@@ -148,27 +127,14 @@ pub(crate) fn machine() -> Vec<(&'static str, String)> {
         ("rustc", "rustc --version".to_owned()),
         ("HAProxy", "haproxy -v".to_owned()),
         ("nginx", "nginx -v".to_owned()),
-        (
-            "nginx Lua module",
-            "dpkg-query -W libnginx-mod-http-lua".to_owned(),
-        ),
+        ("nginx Lua module", "dpkg-query -W libnginx-mod-http-lua".to_owned()),
         ("Redis", "redis-server --version".to_owned()),
         ("wrk", "wrk --version".to_owned()),
     ];
     let mut items = vec![
-        (
-            "CPU",
-            format!("{cpus} x {}", read("/proc/cpuinfo", "model name")),
-        ),
+        ("CPU", format!("{cpus} x {}", read("/proc/cpuinfo", "model name"))),
         ("memory", read("/proc/meminfo", "MemTotal")),
-        (
-            "system",
-            format!(
-                "{}, Linux {}",
-                read("/etc/os-release", "PRETTY_NAME"),
-                kernel.trim()
-            ),
-        ),
+        ("system", format!("{}, Linux {}", read("/etc/os-release", "PRETTY_NAME"), kernel.trim())),
     ];
     items.extend(programs.map(|(name, command)| (name, first_line(&command))));
     items
@@ -177,16 +143,8 @@ pub(crate) fn machine() -> Vec<(&'static str, String)> {
 /// The first line that a command says, on whichever stream.
 fn first_line(command: &str) -> String {
     let mut words = command.split(' ');
-    let output = Command::new(words.next().unwrap_or_default())
-        .args(words)
-        .output();
-    let text = output
-        .map(|output| [output.stdout, output.stderr].concat())
-        .unwrap_or_default();
+    let output = Command::new(words.next().unwrap_or_default()).args(words).output();
+    let text = output.map(|output| [output.stdout, output.stderr].concat()).unwrap_or_default();
     let text = String::from_utf8_lossy(&text);
-    text.lines()
-        .next()
-        .unwrap_or("not available")
-        .trim()
-        .to_owned()
+    text.lines().next().unwrap_or("not available").trim().to_owned()
 }

@@ -34,13 +34,9 @@ pub(crate) async fn section(run: &mut Run) -> Result<()> {
     let redis = start_redis(Cpus::Rest).await?;
     let port = free_port()?;
     let this = std::env::current_exe()?.display().to_string();
-    let upstream = Proc::start(
-        "upstream",
-        port,
-        Cpus::Rest,
-        &[this, "upstream".into(), port.to_string()],
-    )
-    .await?;
+    let upstream =
+        Proc::start("upstream", port, Cpus::Rest, &[this, "upstream".into(), port.to_string()])
+            .await?;
     let setup = Setup {
         cpus: Cpus::Proxy,
         slots: 1000,
@@ -64,9 +60,8 @@ pub(crate) async fn section(run: &mut Run) -> Result<()> {
     for round in 0..run.rounds {
         for connections in CONNECTIONS {
             let direct = [(Candidate::Direct, &upstream)];
-            for (candidate, proc) in direct
-                .into_iter()
-                .chain(procs.iter().map(|(candidate, proc)| (*candidate, proc)))
+            for (candidate, proc) in
+                direct.into_iter().chain(procs.iter().map(|(candidate, proc)| (*candidate, proc)))
             {
                 eprint!(
                     "\rround {} of {}: {connections} connections, {}    ",
@@ -80,11 +75,8 @@ pub(crate) async fn section(run: &mut Run) -> Result<()> {
                 let (cpu, redis_cpu, start) =
                     (proc.cpu(), redis.cpu(), tokio::time::Instant::now());
                 let load = wrk(proc.port, connections, run.seconds).await?;
-                let (cpu, redis_cpu, wall) = (
-                    proc.cpu() - cpu,
-                    redis.cpu() - redis_cpu,
-                    start.elapsed().as_secs_f64(),
-                );
+                let (cpu, redis_cpu, wall) =
+                    (proc.cpu() - cpu, redis.cpu() - redis_cpu, start.elapsed().as_secs_f64());
                 if load.errors > 0.0 {
                     run.failures.push(format!(
                         "{} answered wrongly {} times",
@@ -133,9 +125,8 @@ fn middle(
 
 /// The median over the rounds of a candidate's requests/s over another's in the same round.
 fn ratio(samples: &[Sample], of: Candidate, to: Candidate, connections: usize) -> f64 {
-    let of = samples
-        .iter()
-        .filter(|sample| sample.candidate == of && sample.connections == connections);
+    let of =
+        samples.iter().filter(|sample| sample.candidate == of && sample.connections == connections);
     let other = |of: &&Sample| {
         let same =
             |s: &&Sample| s.candidate == to && s.connections == connections && s.round == of.round;
@@ -177,8 +168,7 @@ fn show(run: &mut Run, samples: &[Sample], others: f64) {
                 middle(|s| s.memory_mib),
             ]
         };
-        run.report
-            .heading(&format!("Throughput, {connections} connections"));
+        run.report.heading(&format!("Throughput, {connections} connections"));
         run.report.table(&head, &Candidate::ALL.map(row));
     }
     run.report.line(&format!(
@@ -195,11 +185,7 @@ fn show(run: &mut Run, samples: &[Sample], others: f64) {
     for (of, to, bound) in marks {
         for connections in [32, 256] {
             let name = format!("req/s at {connections}: {} / {}", of.name(), to.name());
-            run.mark(
-                name,
-                ratio(samples, of, to, connections),
-                Bound::AtLeast(bound),
-            );
+            run.mark(name, ratio(samples, of, to, connections), Bound::AtLeast(bound));
         }
     }
 }

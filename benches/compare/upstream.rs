@@ -87,10 +87,7 @@ impl HoldUpstream {
     }
 }
 
-#[expect(
-    clippy::disallowed_methods,
-    reason = "the thread is the connection's own"
-)]
+#[expect(clippy::disallowed_methods, reason = "the thread is the connection's own")]
 fn hold(mut stream: TcpStream, count: &Count) -> Option<()> {
     stream.set_nodelay(true).ok()?;
     let (answer, mut head) = (answer(16), Vec::new());

@@ -14,3 +14,4 @@ mod refusal;
 mod shutdown;
 mod store_faults;
 mod streaming;
+mod tls_upstream;

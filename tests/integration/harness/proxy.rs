@@ -88,6 +88,12 @@ impl Conf {
         self
     }
 
+    /// Another address for the upstream.
+    pub(crate) fn endpoint(mut self, url: String) -> Self {
+        self.endpoint = url;
+        self
+    }
+
     pub(crate) fn text(&self, listen: SocketAddr, admin: SocketAddr) -> String {
         let Self {
             slots,
@@ -139,11 +145,16 @@ pub(crate) struct Proxy {
 impl Proxy {
     /// `tidegate run --config` with this configuration, ready.
     pub(crate) async fn spawn(conf: &Conf) -> Self {
+        Self::spawn_with(conf, &[]).await
+    }
+
+    /// The same with more environment.
+    pub(crate) async fn spawn_with(conf: &Conf, environment: &[(&str, &str)]) -> Self {
         let (dir, addr, admin) = (TempDir::new().unwrap(), unused_addr(), unused_addr());
         let file = dir.path().join("proxy.toml");
         std::fs::write(&file, conf.text(addr, admin)).unwrap();
         let mut command = tidegate();
-        command.args(["run", "--config"]).arg(file);
+        command.args(["run", "--config"]).arg(file).envs(environment.iter().copied());
         Self::start(command, dir, addr, admin).await
     }
 
