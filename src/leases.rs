@@ -208,10 +208,12 @@ impl Desk {
     }
 
     fn read_inbox(&self, keeper: &mut Keeper, now: Instant) {
-        let messages = std::mem::take(&mut *self.inbox());
-        for message in messages {
+        let mut messages = keeper.spare();
+        std::mem::swap(&mut *self.inbox(), &mut messages);
+        for message in messages.drain(..) {
             keeper.read(message, now);
         }
+        keeper.keep_spare(messages);
         keeper.expire(now);
     }
 

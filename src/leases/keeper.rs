@@ -1,12 +1,13 @@
 //! The keeper's state machine: what each holder and waiter of this instance is up to. No I/O, no clock of its own.
 
 use std::{
-    collections::{BTreeSet, HashMap, VecDeque},
+    collections::{BTreeSet, VecDeque},
     mem,
     sync::Arc,
     time::Duration,
 };
 
+use rustc_hash::FxHashMap;
 use tokio::{sync::oneshot, time::Instant};
 use uuid::Uuid;
 
@@ -104,7 +105,8 @@ pub(super) struct Answer {
 pub(super) struct Keeper {
     settings: Settings,
     caller: Caller,
-    entries: HashMap<Uuid, Entry>,
+    /// Ids are random, so the hash needn't be.
+    entries: FxHashMap<Uuid, Entry>,
     /// Ids to ask for; an entry that moved on meanwhile is skipped.
     new: VecDeque<Uuid>,
     /// Ids to release.
@@ -112,6 +114,7 @@ pub(super) struct Keeper {
     /// When waiters give up.
     deadlines: BTreeSet<(Instant, Uuid)>,
     answers: Vec<Answer>,
+    spare: Vec<Message>,
     next_beat: Instant,
     /// Holders not confirmed since then are renewed at once.
     renew_since: Instant,
@@ -223,11 +226,12 @@ impl Keeper {
         Self {
             limits: vec![LimitState::default(); settings.limits.len()],
             caller,
-            entries: HashMap::new(),
+            entries: FxHashMap::default(),
             new: VecDeque::new(),
             gone: VecDeque::new(),
             deadlines: BTreeSet::new(),
             answers: Vec::new(),
+            spare: Vec::new(),
             next_beat: now,
             renew_since: now,
             reasserting: false,
@@ -251,6 +255,15 @@ impl Keeper {
 
     pub(super) fn take_answers(&mut self) -> Vec<Answer> {
         mem::take(&mut self.answers)
+    }
+
+    /// An empty list to change for the inbox, so that neither has to grow again.
+    pub(super) fn spare(&mut self) -> Vec<Message> {
+        mem::take(&mut self.spare)
+    }
+
+    pub(super) fn keep_spare(&mut self, messages: Vec<Message>) {
+        self.spare = messages;
     }
 
     pub(super) fn has_left(&self) -> bool {
@@ -592,7 +605,10 @@ impl Keeper {
     /// What is to be sent now, if anything.
     pub(super) fn next_call(&mut self, now: Instant) -> Option<Call> {
         let mut call = Call::default();
-        self.fill_releases(&mut call);
+        // On a new connection what is held comes first: a release might hand on a slot that isn't free.
+        if !self.reasserting {
+            self.fill_releases(&mut call);
+        }
         if self.next_beat <= now || self.reasserting {
             call.heartbeat = Some(self.compose_heartbeat(now));
         }
