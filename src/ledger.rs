@@ -12,6 +12,8 @@ use std::{
 use uuid::Uuid;
 
 mod set;
+#[cfg(test)]
+pub(crate) mod testing;
 
 pub use set::SetStatus;
 use set::{Set, Take};

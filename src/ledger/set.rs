@@ -11,6 +11,9 @@ use super::{
     Acquire, CLOCK_SLACK, Context, GRANTS_PER_CALL, Released, Renew, Renewed, SetSpec, SetState,
 };
 
+#[cfg(test)]
+mod testing;
+
 /// One semaphore.
 #[derive(Debug, Default)]
 pub(super) struct Set {
