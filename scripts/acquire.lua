@@ -34,15 +34,20 @@ local function enqueue(set, ask, weight)
   redis.call('HINCRBY', set.meta, 'waiters:' .. me, 1)
 end
 
+-- Its own outcome tells of a grant to a request of this call.
+local function tell_by_outcome(id)
+  for i, other in ipairs(granted) do
+    if other == id then return table.remove(granted, i) end
+  end
+end
+
 -- A slot is free although others wait: the newcomer stands in line with them for it, and never jumps the queue.
 local function take_by_turn(set, ask, weight, room)
   enqueue(set, ask, weight)
   grant(set)
-  for i, id in ipairs(granted) do
-    if id == ask.id then
-      table.remove(granted, i)
-      return 0
-    end
+  if redis.call('ZSCORE', set.slots, ask.id) then
+    tell_by_outcome(ask.id)
+    return 0
   end
   if room then return 1 end
   dequeue(set, ask.id, ask.class)
@@ -54,6 +59,7 @@ local function take(set, ask, weight)
     if redis.call('ZSCORE', set.slots, ask.id) then
       redis.call('HDEL', set.meta, 'pending:' .. ask.id)
       put_slot(set, ask.id, now, weight)
+      tell_by_outcome(ask.id)
       return 0
     end
     if redis.call('ZSCORE', set.wait[ask.class], ask.id) then return 1 end

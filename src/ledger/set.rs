@@ -220,6 +220,7 @@ impl Set {
             if self.slots.contains_key(&id) {
                 self.meta.pending.remove(&id);
                 self.put_slot(id, context.now, weight);
+                context.tell_by_outcome(id);
                 return Take::Taken;
             }
             if self.ticket_of(id, acquire.ask.class).is_some() {
@@ -264,7 +265,7 @@ impl Set {
         self.enqueue(context, spec, acquire, weight);
         self.grant(context, spec);
         if self.slots.contains_key(&id) {
-            context.granted.retain(|granted| *granted != id);
+            context.tell_by_outcome(id);
             return Take::Taken;
         }
         if room {

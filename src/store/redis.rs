@@ -167,25 +167,13 @@ impl RedisLink {
         releases.into_iter().chain(heartbeat).chain(acquires).collect()
     }
 
-    async fn apply(
-        &self,
-        commands: Vec<Cmd>,
-        caller: &Caller,
-        call: &Call,
-    ) -> Result<Reply, StoreError> {
+    async fn apply(&self, commands: Vec<Cmd>, call: &Call) -> Result<Reply, StoreError> {
         let mut connection = self.handle()?;
-        let mut answers = send(&mut connection, Pipeline::new(), 0, commands).await?;
-        if let Some(first) = answers.iter().position(is_unknown_script) {
-            let unknown = answers.split_off(first);
-            if !unknown.iter().all(is_unknown_script) {
-                return Err(StoreError::Unavailable("the scripts were lost midway".to_owned()));
-            }
-            // Redis has forgotten its scripts, and ran nothing from here on.
-            let commands = self.commands(caller, call).split_off(first);
-            let mut pipeline = Pipeline::new();
-            let offset = scripts::load(&mut pipeline);
-            answers.extend(send(&mut connection, pipeline, offset, commands).await?);
+        let mut pipeline = Pipeline::with_capacity(commands.len());
+        for command in commands {
+            pipeline.add_command(command);
         }
+        let answers = connection.send_packed_commands(&pipeline, 0, pipeline.len()).await?;
         let mut answers = answers.into_iter();
         let mut next = || answers.next().unwrap_or(Value::Nil).extract_error();
         let mut reply = Reply::default();
@@ -202,27 +190,12 @@ impl RedisLink {
     }
 }
 
-/// Sends commands behind what the pipeline holds already, and returns their answers alone.
-async fn send(
-    connection: &mut MultiplexedConnection,
-    mut pipeline: Pipeline,
-    offset: usize,
-    commands: Vec<Cmd>,
-) -> Result<Vec<Value>, StoreError> {
-    let count = commands.len();
-    for command in commands {
-        pipeline.add_command(command);
-    }
-    Ok(connection.send_packed_commands(&pipeline, offset, count).await?)
-}
-
-fn is_unknown_script(answer: &Value) -> bool {
-    matches!(answer, Value::ServerError(error) if error.kind() == Some(ServerErrorKind::NoScript))
-}
-
 impl Link for RedisLink {
     /// The commands are written when the future is first polled, so a caller with several calls under way polls each
     /// once, in order, before it awaits any.
+    ///
+    /// Where Redis has forgotten the scripts (`SCRIPT FLUSH`) the call fails, and opening the next link loads them.
+    /// To send it again here would put it behind calls that were made later.
     fn call<'a>(
         &'a self,
         caller: &'a Caller,
@@ -230,7 +203,7 @@ impl Link for RedisLink {
     ) -> BoxFuture<'a, Result<Reply, StoreError>> {
         let commands = self.commands(caller, call);
         // Unconstrained: a task whose budget is spent would else not get in line at the first poll.
-        Box::pin(unconstrained(self.apply(commands, caller, call)))
+        Box::pin(unconstrained(self.apply(commands, call)))
     }
 }
 

@@ -4,8 +4,12 @@ use std::{sync::Arc, time::Duration};
 
 use super::*;
 
+mod contract;
 mod differential;
+mod over_redis;
+mod rig;
 mod server;
+mod timing;
 
 /// A class of every kind: first served, ordinary, and one that leaves half of the slots alone.
 fn classes() -> Arc<[(Arc<str>, f64)]> {

@@ -155,11 +155,7 @@ impl Pair {
             }
             24..28 => self.change_a_claim(),
             28..29 => self.turn_back_the_clock().await,
-            29..30 => {
-                self.note("script flush".to_owned());
-                redis::cmd("SCRIPT").arg("FLUSH").exec_async(&mut self.raw).await.unwrap();
-            }
-            30..45 => self.look().await,
+            29..45 => self.look().await,
             _ => self.operate().await,
         }
         // Most of the test's time goes into this, and what differs stays different.

@@ -21,7 +21,7 @@ pub(super) const PREFIX: &str = "{test}:";
 /// A Redis that ends with the test.
 pub(super) struct Server {
     process: Child,
-    port: u16,
+    pub(super) port: u16,
     _directory: TempDir,
 }
 
