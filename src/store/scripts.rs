@@ -305,3 +305,52 @@ impl Reader {
         (0..count).map(|_| one(self)).collect()
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn array(values: &[i64]) -> Value {
+        Value::Array(values.iter().map(|&value| Value::Int(value)).collect())
+    }
+
+    fn is_bad<T>(read: Result<T, StoreError>) -> bool {
+        matches!(read, Err(StoreError::BadReply(_)))
+    }
+
+    #[test]
+    fn a_reply_that_makes_no_sense_is_an_error() {
+        let all = |reply: &Value| {
+            [
+                is_bad(read_acquire(reply.clone())),
+                is_bad(read_release(reply.clone())),
+                is_bad(read_heartbeat(reply.clone())),
+                is_bad(read_status(reply.clone())),
+            ]
+        };
+        for reply in [
+            Value::Nil,
+            Value::Okay,
+            Value::Int(-1),
+            array(&[]),
+            array(&[7]),
+            // A count that no reply could hold, one below zero, and an id that is a number.
+            array(&[7, 7, i64::MAX, 7, 7, i64::MAX]),
+            array(&[7, 7, -1, 7, 7, -1]),
+            array(&[7, 7, 1, 7, 7, 7]),
+            Value::Array(vec![Value::BulkString(b"7".to_vec())]),
+        ] {
+            assert_eq!(all(&reply), [true; 4], "{reply:?}");
+        }
+        assert!(is_bad(read_acquire(array(&[7, 7, 0, 5, 0, 0]))));
+        assert!(is_bad(read_acquire(array(&[7, 7, 0, 0, 0]))));
+        assert!(is_bad(read_release(array(&[7, 7, 0, 3]))));
+        assert!(is_bad(read_heartbeat(array(&[7, 7, 0, 0, 1, 2]))));
+    }
+
+    #[test]
+    fn a_stale_caller_is_told_so() {
+        assert!(matches!(read_acquire(array(&[-1])), Err(StoreError::Stale)));
+        assert!(matches!(read_heartbeat(array(&[-1])), Err(StoreError::Stale)));
+    }
+}

@@ -482,7 +482,7 @@ impl Pair {
         let theirs = self.dump_redis().await;
         let specs: Vec<Arc<SetSpec>> = (0..SETS).map(|set| self.spec(0, set)).collect();
         let mut ours = self.ledger.dump(&Vec::from_iter(specs.iter().map(|spec| &**spec)));
-        for (_, fields) in &mut ours {
+        for fields in ours.values_mut() {
             fields.retain(significant);
         }
         if ours == theirs {

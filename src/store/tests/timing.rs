@@ -2,9 +2,11 @@
 
 use deadpool_redis::redis;
 
-use super::{server::Server, *};
+use super::{rig::*, server::Server, *};
 
-const CALLS: u32 = 2_000;
+/// Of so many rounds the median counts, since other work on the machine spoils some.
+const ROUNDS: usize = 51;
+const CALLS: usize = 20;
 
 #[tokio::test]
 #[ignore = "a measurement"]
@@ -12,62 +14,51 @@ async fn time_in_the_server_per_call() {
     let server = Server::start().await;
     let mut raw = server.connect().await;
     let link = server.store().open().await.unwrap();
-    let caller = Caller { instance: Uuid::now_v7(), epoch: 1, gap: 1 << 40, presence: 1 << 40 };
-    let set = Arc::new(SetSpec {
-        key: "timing".into(),
-        slots: 1_000,
-        lease: 15_000,
-        grant_ttl: 3_000,
-        recovery: 0,
-        queue: 100,
-        ageing: 5_000,
-        classes: classes(),
-    });
+    let id = Uuid::now_v7();
+    let caller = Caller { instance: id, epoch: 1, gap: FOR_EVER, presence: FOR_EVER };
+    let set = Arc::new(SetSpec { lease: 15_000, ..set(1_000) });
     for batch in [1, 16] {
-        let (mut acquiring, mut releasing) = (0.0, 0.0);
-        for _ in 0..10 {
-            let mut calls = Vec::new();
-            for _ in 0..CALLS / 10 / batch.min(8) {
-                let asks = (0..batch).map(|_| Ask {
-                    id: Uuid::now_v7(),
-                    wants: [Want { set: Arc::clone(&set), weight: 1 }].into(),
-                    class: 1,
-                    route: "example.com/v1/".into(),
-                });
-                calls.push(Vec::from_iter(asks));
+        let (mut acquiring, mut releasing) = (Vec::new(), Vec::new());
+        for _ in 0..ROUNDS {
+            let asks: Vec<Ask> = (0..CALLS * batch).map(|_| ask(&set)).collect();
+            reset(&mut raw).await;
+            for asks in asks.chunks(batch) {
+                let acquire = |ask: &Ask| Acquire {
+                    ask: ask.clone(),
+                    waited: 0,
+                    may_wait: true,
+                    again: false,
+                };
+                let call = Call { acquires: asks.iter().map(acquire).collect(), ..Call::default() };
+                let reply = link.call(&caller, &call).await.unwrap().acquires.unwrap();
+                assert!(reply.outcomes.iter().all(|&outcome| outcome == Acquired::Granted));
             }
-            // Some hundred slots at most are taken at a time.
-            for calls in calls.chunks(320 / batch as usize) {
-                reset(&mut raw).await;
-                for asks in calls {
-                    let acquires = asks.iter().cloned().map(|ask| Acquire {
-                        ask,
-                        waited: 0,
-                        may_wait: true,
-                        again: false,
-                    });
-                    let call = Call { acquires: acquires.collect(), ..Call::default() };
-                    let reply = link.call(&caller, &call).await.unwrap().acquires.unwrap();
-                    assert!(reply.outcomes.iter().all(|&outcome| outcome == Acquired::Granted));
-                }
-                acquiring += micros(&mut raw).await * calls.len() as f64;
-                reset(&mut raw).await;
-                for asks in calls {
-                    let releases = asks.iter().cloned().map(|ask| Release { ask, queued: false });
-                    let call = Call { releases: releases.collect(), ..Call::default() };
-                    let reply = link.call(&caller, &call).await.unwrap().releases.unwrap();
-                    assert!(reply.outcomes.iter().all(|&outcome| outcome == Released::Released));
-                }
-                releasing += micros(&mut raw).await * calls.len() as f64;
+            acquiring.push(micros(&mut raw).await);
+            reset(&mut raw).await;
+            for asks in asks.chunks(batch) {
+                let release = |ask: &Ask| Release { ask: ask.clone(), queued: false };
+                let call = Call { releases: asks.iter().map(release).collect(), ..Call::default() };
+                let reply = link.call(&caller, &call).await.unwrap().releases.unwrap();
+                assert!(reply.outcomes.iter().all(|&outcome| outcome == Released::Released));
             }
+            releasing.push(micros(&mut raw).await);
         }
-        let calls = f64::from(CALLS / 10 / batch.min(8) * 10);
-        println!(
-            "{batch:2} in a call: acquire {:.1} µs, release {:.1} µs",
-            acquiring / calls,
-            releasing / calls
-        );
+        let [acquire, release] = [acquiring, releasing].map(median);
+        println!("{batch:2} in a call: acquire {acquire:.1} µs, release {release:.1} µs");
     }
+    reset(&mut raw).await;
+    let empty = redis::Script::new("return 1");
+    empty.prepare_invoke().invoke_async::<u32>(&mut raw).await.unwrap();
+    reset(&mut raw).await;
+    for _ in 0..1_000 {
+        empty.prepare_invoke().invoke_async::<u32>(&mut raw).await.unwrap();
+    }
+    println!("an empty script: {:.1} µs", micros(&mut raw).await);
+}
+
+fn median(mut values: Vec<f64>) -> f64 {
+    values.sort_by(f64::total_cmp);
+    values[values.len() / 2]
 }
 
 async fn reset(raw: &mut redis::aio::MultiplexedConnection) {
