@@ -20,29 +20,34 @@ local function enqueue(set, ask, weight)
   if ticket == 1 then
     -- The counter is new or was lost: stay above every standing ticket, so that order survives.
     local highest = 0
-    for _, queue in ipairs(set.wait) do
-      local top = redis.call('ZREVRANGE', queue, 0, 0, 'WITHSCORES')
+    for class = 1, set.classes do
+      local top = redis.call('ZREVRANGE', KEYS[set.queues + class], 0, 0, 'WITHSCORES')
       highest = math.max(highest, tonumber(top[2] or '0'))
     end
     ticket = highest + 1
     redis.call('HSET', set.meta, 'ticket', ticket)
   end
-  redis.call('ZADD', set.wait[ask.class], ticket, ask.id)
+  redis.call('ZADD', KEYS[set.queues + ask.class], ticket, ask.id)
   put_info(set, ask.id, me, ask.class, weight, now - ask.waited, ask.route)
   set.waiting = set.waiting + 1
   redis.call('HSET', set.meta, 'waiting', set.waiting)
   redis.call('HINCRBY', set.meta, 'waiters:' .. me, 1)
 end
 
+-- Its own outcome tells of a grant to a request of this call.
+local function tell_by_outcome(id)
+  for i, other in ipairs(granted) do
+    if other == id then return table.remove(granted, i) end
+  end
+end
+
 -- A slot is free although others wait: the newcomer stands in line with them for it, and never jumps the queue.
 local function take_by_turn(set, ask, weight, room)
   enqueue(set, ask, weight)
   grant(set)
-  for i, id in ipairs(granted) do
-    if id == ask.id then
-      table.remove(granted, i)
-      return 0
-    end
+  if redis.call('ZSCORE', set.slots, ask.id) then
+    tell_by_outcome(ask.id)
+    return 0
   end
   if room then return 1 end
   dequeue(set, ask.id, ask.class)
@@ -54,9 +59,10 @@ local function take(set, ask, weight)
     if redis.call('ZSCORE', set.slots, ask.id) then
       redis.call('HDEL', set.meta, 'pending:' .. ask.id)
       put_slot(set, ask.id, now, weight)
+      tell_by_outcome(ask.id)
       return 0
     end
-    if redis.call('ZSCORE', set.wait[ask.class], ask.id) then return 1 end
+    if redis.call('ZSCORE', KEYS[set.queues + ask.class], ask.id) then return 1 end
   end
   local limit = cap(set, ask.class)
   if set.n > 0 and weight > limit then return 4 end
@@ -78,15 +84,6 @@ local function take(set, ask, weight)
   return 2
 end
 
--- Gives back what the first wants of a refused request took.
-local function undo(ask, first, wants)
-  for w = 1, wants do
-    local set = sets[tonumber(ARGV[first + 2 * w - 2])]
-    give_back(set, ask.id, ask.class, tonumber(ARGV[first + 2 * w - 1]), true)
-    grant(set)
-  end
-end
-
 local outcomes = {}
 while arg <= #ARGV do
   local ask = {
@@ -101,7 +98,12 @@ while arg <= #ARGV do
     code = take(set, ask, weight)
     if code > 0 then
       at, queue = w - 1, set.waiting
-      if code > 1 then undo(ask, arg, w - 1) end
+      -- Refused, so it gives back what its first wants took.
+      for earlier = 1, code > 1 and w - 1 or 0 do
+        local held = sets[tonumber(ARGV[arg + 2 * earlier - 2])]
+        give_back(held, ask.id, ask.class, tonumber(ARGV[arg + 2 * earlier - 1]), true)
+        grant(held)
+      end
       break
     end
   end
@@ -109,6 +111,4 @@ while arg <= #ARGV do
   arg = arg + 2 * wants
 end
 
-for _, set in ipairs(sets) do finish(set) end
-write_fleet()
-return reply(granted, outcomes)
+return conclude(granted, outcomes)

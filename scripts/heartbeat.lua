@@ -28,7 +28,8 @@ local function drop_waiters(set, waiters, instance)
   redis.call('HDEL', set.meta, 'waiters:' .. instance)
   if tonumber(waiters[instance] or '0') == 0 then return end
   waiters[instance] = nil
-  for _, queue in ipairs(set.wait) do
+  for class = 1, set.classes do
+    local queue = KEYS[set.queues + class]
     for _, id in ipairs(redis.call('ZRANGE', queue, 0, -1)) do
       local info = info_of(set, id)
       if info and info.instance == instance then
@@ -82,7 +83,8 @@ local function renew(set, id, route, class, weight, lapsed)
 end
 
 local function is_waiting(set, id)
-  for _, queue in ipairs(set.wait) do
+  for class = 1, set.classes do
+    local queue = KEYS[set.queues + class]
     if redis.call('ZSCORE', queue, id) then return true end
   end
   return false
@@ -91,7 +93,8 @@ end
 local function count_waiters_anew(set)
   set.waiting = 0
   local counts = {}
-  for _, queue in ipairs(set.wait) do
+  for class = 1, set.classes do
+    local queue = KEYS[set.queues + class]
     for _, id in ipairs(redis.call('ZRANGE', queue, 0, -1)) do
       local info = info_of(set, id)
       if info then
@@ -116,7 +119,7 @@ local function tidy(set, meta)
     end
   end
   local total, counted = 0, 0
-  for _, queue in ipairs(set.wait) do total = total + redis.call('ZCARD', queue) end
+  for class = 1, set.classes do total = total + redis.call('ZCARD', KEYS[set.queues + class]) end
   for _, count in pairs(fields_of(set).waiters) do counted = counted + tonumber(count) end
   if set.waiting ~= total or counted ~= total then count_waiters_anew(set) end
   local dirty = redis.call('HDEL', set.meta, 'dirty') == 1
@@ -149,15 +152,13 @@ for i, set in ipairs(sets) do
   table.sort(mine)
   for _, id in ipairs(mine) do pending[#pending + 1] = id end
   grant(set)
-  finish(set)
   local own = tonumber(redis.call('HGET', set.meta, 'waiters:' .. me) or '0')
   for _, value in ipairs({set.n, set.used, set.waiting, own, set.lease}) do states[#states + 1] = value end
 end
-write_fleet()
 
 local rest = {#pending}
 for _, id in ipairs(pending) do rest[#rest + 1] = id end
 rest[#rest + 1] = #renewed
 for _, code in ipairs(renewed) do rest[#rest + 1] = code end
 for _, value in ipairs(states) do rest[#rest + 1] = value end
-return reply(granted, rest)
+return conclude(granted, rest)

@@ -24,6 +24,4 @@ while arg <= #ARGV do
 end
 
 for _, set in ipairs(sets) do grant(set) end
-for _, set in ipairs(sets) do finish(set) end
-write_fleet()
-return reply(granted, outcomes)
+return conclude(granted, outcomes)

@@ -12,6 +12,8 @@ use std::{
 use uuid::Uuid;
 
 mod set;
+#[cfg(test)]
+pub(crate) mod testing;
 
 pub use set::SetStatus;
 use set::{Set, Take};
@@ -197,7 +199,7 @@ pub struct AcquireReply {
     pub stamp: Stamp,
     /// One for each acquire.
     pub outcomes: Vec<Acquired>,
-    /// Other waiters of the caller that were granted on the way, with a full lease.
+    /// Waiters of the caller that were granted on the way, with a full lease; later than an outcome that says otherwise.
     pub granted: Vec<Uuid>,
 }
 
@@ -435,6 +437,11 @@ impl Ledger {
 impl Context<'_> {
     fn stamp(&self) -> Stamp {
         Stamp { now: self.now, recovery: self.fleet.recovery }
+    }
+
+    /// Its own outcome tells of a grant to a request of this operation.
+    fn tell_by_outcome(&mut self, id: Uuid) {
+        self.granted.retain(|granted| *granted != id);
     }
 
     fn living(&self, instance: Uuid) -> bool {

@@ -13,6 +13,8 @@ mod keys;
 mod memory;
 mod redis;
 mod scripts;
+#[cfg(test)]
+mod tests;
 
 pub use self::{memory::MemoryStore, redis::RedisStore};
 

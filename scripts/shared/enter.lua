@@ -19,13 +19,10 @@ do
       name = ARGV[arg], claim = ARGV[arg + 1] .. ' ' .. ARGV[arg + 2],
       grant_ttl = ARGV[arg + 3], recovery = ARGV[arg + 4], queue = ARGV[arg + 5], ageing = ARGV[arg + 6],
       slots = KEYS[key], meta = KEYS[key + 1], info = KEYS[key + 2],
-      wait = {}, class = {}, share = {}, used = 0, waiting = 0, removed = false, till = 0,
+      -- Of class c: its queue is KEYS[queues + c], its name ARGV[names + 2 * c], its share ARGV[shares + 2 * c].
+      classes = tonumber(ARGV[arg + 7]), queues = key + 2, names = arg + 6, shares = arg + 7, till = 0,
     }
-    local classes = tonumber(ARGV[arg + 7])
-    for c = 1, classes do
-      set.wait[c], set.class[c], set.share[c] = KEYS[key + 2 + c], ARGV[arg + 6 + 2 * c], ARGV[arg + 7 + 2 * c]
-    end
-    key, arg = key + 3 + classes, arg + 8 + 2 * classes
+    key, arg = key + 3 + set.classes, arg + 8 + 2 * set.classes
     facts[4 + i] = 'live:' .. set.name
     sets[i] = set
   end

@@ -1,11 +1,21 @@
 -- Shared by all writing scripts: one semaphore's policy, loss, purge; take and give back; the end of an operation.
 
 local function cap(set, class)
-  return math.min(set.n, math.max(1, math.floor(tonumber(set.share[class]) * set.n)))
+  return math.min(set.n, math.max(1, math.floor(tonumber(ARGV[set.shares + 2 * class]) * set.n)))
 end
 
 local function recovering(set)
   return recovery > 0 and now < recovery + tonumber(set.recovery)
+end
+
+-- Instance → its claim.
+local function claims_of(set)
+  local claims, fields = {}, redis.call('HGETALL', set.meta)
+  for i = 1, #fields, 2 do
+    local instance = string.match(fields[i], '^claim:(.+)$')
+    if instance then claims[instance] = fields[i + 1] end
+  end
+  return claims
 end
 
 -- N in force = the lowest claim of living instances. Lease in force = the longest of those seen within it.
@@ -23,15 +33,6 @@ local function settle_policy(set, claims)
     set.n, set.lease = slots, lease
     redis.call('HSET', set.meta, 'slots', slots, 'lease', lease)
   end
-end
-
-local function claims_of(set)
-  local claims, fields = {}, redis.call('HGETALL', set.meta)
-  for i = 1, #fields, 2 do
-    local instance = string.match(fields[i], '^claim:(.+)$')
-    if instance then claims[instance] = fields[i + 1] end
-  end
-  return claims
 end
 
 local function purge(set)
@@ -68,12 +69,16 @@ end
 
 -- The members of a holder of weight w: id, id~2 … id~w.
 local function put_slot(set, id, score, weight)
+  set.till = math.max(set.till, score + set.lease)
+  if weight == 1 then
+    set.used = set.used + redis.call('ZADD', set.slots, score, id)
+    return
+  end
   local members = {score, id}
   for k = 2, weight do
     members[#members + 1], members[#members + 2] = score, id .. '~' .. k
   end
   set.used = set.used + redis.call('ZADD', set.slots, unpack(members))
-  set.till = math.max(set.till, score + set.lease)
 end
 
 local function remove_slot(set, id, weight)
@@ -86,7 +91,8 @@ local function remove_slot(set, id, weight)
 end
 
 local function put_info(set, id, instance, class, weight, at, route)
-  redis.call('HSET', set.info, id, instance .. ' ' .. set.class[class] .. ' ' .. weight .. ' ' .. at .. ' ' .. route)
+  local name = ARGV[set.names + 2 * class]
+  redis.call('HSET', set.info, id, instance .. ' ' .. name .. ' ' .. weight .. ' ' .. at .. ' ' .. route)
 end
 
 local function info_of(set, id)
@@ -106,7 +112,7 @@ local function uncount_waiter(set, instance)
 end
 
 local function dequeue(set, id, class)
-  if redis.call('ZREM', set.wait[class], id) == 0 then return false end
+  if redis.call('ZREM', KEYS[set.queues + class], id) == 0 then return false end
   local info = info_of(set, id)
   redis.call('HDEL', set.info, id)
   uncount_waiter(set, info and info.instance)
@@ -124,41 +130,36 @@ local function give_back(set, id, class, weight, queued)
   return 2
 end
 
--- Rewrites live_until: the latest end of a lease among members that have an info, that is: our own.
-local function finish(set)
-  local till
-  if set.removed then
-    local rank = 0
-    repeat
-      local top = redis.call('ZREVRANGE', set.slots, rank, rank, 'WITHSCORES')
-      if top[1] and redis.call('HEXISTS', set.info, string.match(top[1], '^[^~]+')) == 1 then
-        till = top[2] + set.lease
-      end
-      rank = rank + 1
-    until till or not top[1]
-  elseif set.till > 0 then
-    till = math.max(set.live, set.till)
-  elseif not set.forget_live then
-    return
+-- Ends an operation: rewrites every set's live_until, the latest end of a lease among members that have an info, that
+-- is: our own; then what is known of the fleet.
+-- Returns {now, start of recovery, number of granted, granted ids …, rest …}
+local function conclude(granted, rest)
+  for _, set in ipairs(sets) do
+    local till
+    if set.removed then
+      local rank = 0
+      repeat
+        local top = redis.call('ZREVRANGE', set.slots, rank, rank, 'WITHSCORES')
+        if top[1] and redis.call('HEXISTS', set.info, string.match(top[1], '^[^~]+')) == 1 then
+          till = top[2] + set.lease
+        end
+        rank = rank + 1
+      until till or not top[1]
+    elseif set.till > 0 then
+      till = math.max(set.live, set.till)
+    end
+    if till then
+      fleet_writes[#fleet_writes + 1] = 'live:' .. set.name
+      fleet_writes[#fleet_writes + 1] = till
+    elseif (set.removed and set.live > 0) or set.forget_live then
+      redis.call('HDEL', fleet, 'live:' .. set.name)
+    end
   end
-  if till then
-    fleet_writes[#fleet_writes + 1] = 'live:' .. set.name
-    fleet_writes[#fleet_writes + 1] = till
-  elseif set.live > 0 or set.forget_live then
-    redis.call('HDEL', fleet, 'live:' .. set.name)
-  end
-end
-
-local function write_fleet()
   if recovery ~= recovery_before then
     fleet_writes[#fleet_writes + 1] = 'recovery'
     fleet_writes[#fleet_writes + 1] = recovery
   end
   redis.call('HSET', fleet, unpack(fleet_writes))
-end
-
--- {now, start of recovery, number of granted, granted ids …, rest …}
-local function reply(granted, rest)
   local answer = {now, recovery, #granted}
   for _, id in ipairs(granted) do answer[#answer + 1] = id end
   for _, value in ipairs(rest) do answer[#answer + 1] = value end

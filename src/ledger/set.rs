@@ -11,6 +11,9 @@ use super::{
     Acquire, CLOCK_SLACK, Context, GRANTS_PER_CALL, Released, Renew, Renewed, SetSpec, SetState,
 };
 
+#[cfg(test)]
+mod testing;
+
 /// One semaphore.
 #[derive(Debug, Default)]
 pub(super) struct Set {
@@ -217,9 +220,10 @@ impl Set {
             if self.slots.contains_key(&id) {
                 self.meta.pending.remove(&id);
                 self.put_slot(id, context.now, weight);
+                context.tell_by_outcome(id);
                 return Take::Taken;
             }
-            if self.is_waiting(id) {
+            if self.ticket_of(id, acquire.ask.class).is_some() {
                 return Take::Waiting { queue: self.meta.waiting };
             }
         }
@@ -261,7 +265,7 @@ impl Set {
         self.enqueue(context, spec, acquire, weight);
         self.grant(context, spec);
         if self.slots.contains_key(&id) {
-            context.granted.retain(|granted| *granted != id);
+            context.tell_by_outcome(id);
             return Take::Taken;
         }
         if room {
@@ -301,26 +305,22 @@ impl Set {
 
     /// Removes a waiter together with what is known of it.
     fn dequeue(&mut self, id: Uuid, class: usize) -> bool {
-        let Some(info) = self.info.get(&id) else {
+        let Some(ticket) = self.ticket_of(id, class) else {
             return false;
         };
-        let (ticket, instance) = (info.ticket, info.instance);
-        let Some(queue) = self.wait.get_mut(class) else {
-            return false;
-        };
-        if queue.remove(&ticket).is_none() {
-            return false;
-        }
-        self.info.remove(&id);
-        self.uncount_waiter(Some(instance));
+        self.wait[class].remove(&ticket);
+        let info = self.info.remove(&id);
+        self.uncount_waiter(info.map(|info| info.instance));
         true
     }
 
-    fn is_waiting(&self, id: Uuid) -> bool {
-        let Some(info) = self.info.get(&id) else {
-            return false;
-        };
-        self.wait.get(info.class).is_some_and(|queue| queue.get(&info.ticket) == Some(&id))
+    /// The ticket of a waiter; its info tells, unless that was lost.
+    fn ticket_of(&self, id: Uuid, class: usize) -> Option<u64> {
+        let queue = self.wait.get(class)?;
+        match self.info.get(&id) {
+            Some(info) => (queue.get(&info.ticket) == Some(&id)).then_some(info.ticket),
+            None => queue.iter().find(|(_, waiter)| **waiter == id).map(|(&ticket, _)| ticket),
+        }
     }
 
     fn uncount_waiter(&mut self, instance: Option<Uuid>) {
@@ -561,9 +561,11 @@ impl Set {
             self.meta.dirty = false;
             let unknown: Vec<Uuid> = self
                 .info
-                .keys()
-                .filter(|id| !self.slots.contains_key(id) && !self.is_waiting(**id))
-                .copied()
+                .iter()
+                .filter(|&(id, info)| {
+                    !self.slots.contains_key(id) && self.ticket_of(*id, info.class).is_none()
+                })
+                .map(|(id, _)| *id)
                 .collect();
             for id in unknown {
                 self.info.remove(&id);

@@ -41,11 +41,11 @@ impl MemoryStore {
     }
 
     /// Milliseconds since just before the store was made: 0 would mean "never" to the ledger.
-    fn now(&self) -> i64 {
+    pub(super) fn now(&self) -> i64 {
         self.0.born.elapsed().as_millis() as i64 + 1
     }
 
-    fn ledger(&self) -> MutexGuard<'_, Ledger> {
+    pub(super) fn ledger(&self) -> MutexGuard<'_, Ledger> {
         self.0.ledger.lock().expect("the ledger never panics")
     }
 

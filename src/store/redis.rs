@@ -24,7 +24,7 @@ use uuid::Uuid;
 use super::{
     BoxFuture, Call, Caller, Link, Push, Reply, SetSpec, SetStatus, SlotStore, StoreError,
     keys::Keys,
-    scripts::{self, By, Writer},
+    scripts::{self, Writer},
 };
 use crate::config::{Secret, Store as Settings};
 
@@ -97,16 +97,13 @@ impl RedisStore {
 
     async fn look(&self, set: &SetSpec) -> Result<SetStatus, StoreError> {
         let mut connection = self.pool.get().await?;
-        let ask = async |by, connection: &mut Connection| {
-            scripts::status(by, &self.keys, set).query_async::<Value>(connection).await
-        };
-        let reply = match ask(By::Hash, &mut connection).await {
-            Err(error) if error.kind() == ErrorKind::Server(ServerErrorKind::NoScript) => {
-                ask(By::Text, &mut connection).await
-            }
-            reply => reply,
-        };
-        scripts::read_status(reply?)
+        let mut pipeline = Pipeline::new();
+        // Loaded along, since a pooled connection may lead to another server than before.
+        let offset = scripts::load(&mut pipeline);
+        pipeline.add_command(scripts::status(&self.keys, set));
+        let mut answer = connection.send_packed_commands(&pipeline, offset, 1).await?;
+        let reply = answer.pop().unwrap_or(Value::Nil).extract_error()?;
+        scripts::read_status(reply)
     }
 }
 
@@ -161,82 +158,52 @@ impl RedisLink {
         connection.ok_or_else(|| StoreError::Unavailable("the link is closed".to_owned()))
     }
 
-    fn commands(&self, by: By, caller: &Caller, call: &Call) -> [Option<Cmd>; 3] {
-        let writer = Writer { by, keys: &self.keys, run: &self.run, caller };
-        [
-            (!call.releases.is_empty()).then(|| writer.release(&call.releases)),
-            call.heartbeat.as_ref().map(|heartbeat| writer.heartbeat(heartbeat)),
-            (!call.acquires.is_empty()).then(|| writer.acquire(&call.acquires)),
-        ]
+    /// The commands of a call, in the order in which they are applied.
+    fn commands(&self, caller: &Caller, call: &Call) -> Vec<Cmd> {
+        let writer = Writer { keys: &self.keys, run: &self.run, caller };
+        let releases = (!call.releases.is_empty()).then(|| writer.release(&call.releases));
+        let heartbeat = call.heartbeat.as_ref().map(|heartbeat| writer.heartbeat(heartbeat));
+        let acquires = (!call.acquires.is_empty()).then(|| writer.acquire(&call.acquires));
+        releases.into_iter().chain(heartbeat).chain(acquires).collect()
     }
 
-    /// Sends the commands and puts each answer in its command's place.
-    async fn send(
-        &self,
-        connection: &mut MultiplexedConnection,
-        commands: [Option<Cmd>; 3],
-    ) -> Result<[Option<Value>; 3], StoreError> {
+    async fn apply(&self, commands: Vec<Cmd>, call: &Call) -> Result<Reply, StoreError> {
+        let mut connection = self.handle()?;
         let mut pipeline = Pipeline::with_capacity(commands.len());
-        let sent =
-            commands.map(|command| command.map(|command| pipeline.add_command(command)).is_some());
+        for command in commands {
+            pipeline.add_command(command);
+        }
         let answers = connection.send_packed_commands(&pipeline, 0, pipeline.len()).await?;
         let mut answers = answers.into_iter();
-        Ok(sent.map(|sent| if sent { answers.next() } else { None }))
-    }
-
-    async fn apply(
-        &self,
-        commands: [Option<Cmd>; 3],
-        caller: &Caller,
-        call: &Call,
-    ) -> Result<Reply, StoreError> {
-        let mut connection = self.handle()?;
-        let mut answers = self.send(&mut connection, commands).await?;
-        if answers.iter().any(is_unknown_script) {
-            // Redis has forgotten its scripts. What it didn't know it didn't run, so that is sent again as text.
-            let mut again = self.commands(By::Text, caller, call);
-            for (command, answer) in again.iter_mut().zip(&answers) {
-                command.take_if(|_| !is_unknown_script(answer));
-            }
-            let missing = self.send(&mut connection, again).await?;
-            for (answer, missing) in answers.iter_mut().zip(missing) {
-                *answer = missing.or(answer.take());
-            }
+        let mut next = || answers.next().unwrap_or(Value::Nil).extract_error();
+        let mut reply = Reply::default();
+        if !call.releases.is_empty() {
+            reply.releases = Some(scripts::read_release(next()?)?);
         }
-        let [releases, heartbeat, acquires] = answers;
-        Ok(Reply {
-            releases: read(releases, scripts::read_release)?,
-            heartbeat: read(heartbeat, scripts::read_heartbeat)?,
-            acquires: read(acquires, scripts::read_acquire)?,
-        })
+        if call.heartbeat.is_some() {
+            reply.heartbeat = Some(scripts::read_heartbeat(next()?)?);
+        }
+        if !call.acquires.is_empty() {
+            reply.acquires = Some(scripts::read_acquire(next()?)?);
+        }
+        Ok(reply)
     }
-}
-
-fn is_unknown_script(answer: &Option<Value>) -> bool {
-    matches!(answer, Some(Value::ServerError(error)) if error.kind() == Some(ServerErrorKind::NoScript))
-}
-
-fn read<T>(
-    answer: Option<Value>,
-    read: impl Fn(Value) -> Result<T, StoreError>,
-) -> Result<Option<T>, StoreError> {
-    let Some(answer) = answer else {
-        return Ok(None);
-    };
-    read(answer.extract_error()?).map(Some)
 }
 
 impl Link for RedisLink {
     /// The commands are written when the future is first polled, so a caller with several calls under way polls each
     /// once, in order, before it awaits any.
+    ///
+    /// Where Redis has forgotten the scripts (`SCRIPT FLUSH`) the call fails, and opening the next link loads them.
+    /// To send it again here would put it behind calls that were made later.
     fn call<'a>(
         &'a self,
         caller: &'a Caller,
         call: &'a Call,
     ) -> BoxFuture<'a, Result<Reply, StoreError>> {
-        let commands = self.commands(By::Hash, caller, call);
+        let commands = self.commands(caller, call);
         // Unconstrained: a task whose budget is spent would else not get in line at the first poll.
-        Box::pin(unconstrained(self.apply(commands, caller, call)))
+        Box::pin(unconstrained(self.apply(commands, call)))
     }
 }
 

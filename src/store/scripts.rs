@@ -3,7 +3,7 @@
 
 use std::{collections::HashMap, sync::LazyLock};
 
-use deadpool_redis::redis::{Cmd, Script as Hashed, Value};
+use deadpool_redis::redis::{Cmd, Pipeline, Script as Hashed, Value};
 use uuid::Uuid;
 
 use super::{
@@ -12,24 +12,15 @@ use super::{
 };
 
 /// A script and the hash under which Redis keeps it.
-#[derive(Debug)]
-pub(super) struct Script {
-    pub(super) text: &'static str,
-    pub(super) hash: String,
+struct Script {
+    text: &'static str,
+    hash: String,
 }
 
 impl Script {
     fn new(text: &'static str) -> Self {
         Self { text, hash: Hashed::new(text).get_hash().to_owned() }
     }
-}
-
-/// How a call names its script.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum By {
-    Hash,
-    /// Runs it and has Redis keep it.
-    Text,
 }
 
 /// A script that writes. The shared parts go in front of it, the line with its flags in front of all.
@@ -47,15 +38,19 @@ macro_rules! writing {
     };
 }
 
-pub(super) static ACQUIRE: LazyLock<Script> = writing!("acquire.lua");
-pub(super) static RELEASE: LazyLock<Script> = writing!("release.lua");
-pub(super) static HEARTBEAT: LazyLock<Script> = writing!("heartbeat.lua");
-pub(super) static STATUS: LazyLock<Script> =
+static ACQUIRE: LazyLock<Script> = writing!("acquire.lua");
+static RELEASE: LazyLock<Script> = writing!("release.lua");
+static HEARTBEAT: LazyLock<Script> = writing!("heartbeat.lua");
+static STATUS: LazyLock<Script> =
     LazyLock::new(|| Script::new(include_str!("../../scripts/status.lua")));
 
-/// All of them.
-pub(super) fn all() -> [&'static Script; 4] {
-    [&ACQUIRE, &RELEASE, &HEARTBEAT, &STATUS]
+/// Has Redis keep every script. Returns how many answers that brings.
+pub(super) fn load(pipeline: &mut Pipeline) -> usize {
+    let all: [&Script; 4] = [&RELEASE, &HEARTBEAT, &ACQUIRE, &STATUS];
+    for script in all {
+        pipeline.cmd("SCRIPT").arg("LOAD").arg(script.text);
+    }
+    all.len()
 }
 
 // === calls ===
@@ -63,7 +58,6 @@ pub(super) fn all() -> [&'static Script; 4] {
 /// What every call of a writing script carries.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Writer<'a> {
-    pub(super) by: By,
     pub(super) keys: &'a Keys,
     pub(super) run: &'a str,
     pub(super) caller: &'a Caller,
@@ -118,7 +112,7 @@ impl Writer<'_> {
         let keys = 2 + Keys::OF_SET * sets.len() + classes;
         let args = 10 + keys + 8 * sets.len() + 2 * classes + own;
         let mut cmd = Cmd::with_capacity(args, 256 + 48 * keys + 12 * args);
-        name(&mut cmd, self.by, script);
+        cmd.arg("EVALSHA").arg(&script.hash);
         cmd.arg(keys).arg(&self.keys.fleet).arg(&self.keys.instances);
         for set in sets {
             self.keys.of_set(set, |key| {
@@ -140,21 +134,14 @@ impl Writer<'_> {
     }
 }
 
-pub(super) fn status(by: By, keys: &Keys, set: &SetSpec) -> Cmd {
+pub(super) fn status(keys: &Keys, set: &SetSpec) -> Cmd {
     let mut cmd = Cmd::new();
-    name(&mut cmd, by, &STATUS);
+    cmd.arg("EVALSHA").arg(&STATUS.hash);
     cmd.arg(1 + Keys::OF_SET + set.classes.len()).arg(&keys.fleet);
     keys.of_set(set, |key| {
         cmd.arg(key);
     });
     cmd
-}
-
-fn name(cmd: &mut Cmd, by: By, script: &Script) {
-    match by {
-        By::Hash => cmd.arg("EVALSHA").arg(&script.hash),
-        By::Text => cmd.arg("EVAL").arg(script.text),
-    };
 }
 
 fn id(cmd: &mut Cmd, id: Uuid) {
@@ -316,5 +303,54 @@ impl Reader {
             return Err(bad("too short"));
         }
         (0..count).map(|_| one(self)).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn array(values: &[i64]) -> Value {
+        Value::Array(values.iter().map(|&value| Value::Int(value)).collect())
+    }
+
+    fn is_bad<T>(read: Result<T, StoreError>) -> bool {
+        matches!(read, Err(StoreError::BadReply(_)))
+    }
+
+    #[test]
+    fn a_reply_that_makes_no_sense_is_an_error() {
+        let all = |reply: &Value| {
+            [
+                is_bad(read_acquire(reply.clone())),
+                is_bad(read_release(reply.clone())),
+                is_bad(read_heartbeat(reply.clone())),
+                is_bad(read_status(reply.clone())),
+            ]
+        };
+        for reply in [
+            Value::Nil,
+            Value::Okay,
+            Value::Int(-1),
+            array(&[]),
+            array(&[7]),
+            // A count that no reply could hold, one below zero, and an id that is a number.
+            array(&[7, 7, i64::MAX, 7, 7, i64::MAX]),
+            array(&[7, 7, -1, 7, 7, -1]),
+            array(&[7, 7, 1, 7, 7, 7]),
+            Value::Array(vec![Value::BulkString(b"7".to_vec())]),
+        ] {
+            assert_eq!(all(&reply), [true; 4], "{reply:?}");
+        }
+        assert!(is_bad(read_acquire(array(&[7, 7, 0, 5, 0, 0]))));
+        assert!(is_bad(read_acquire(array(&[7, 7, 0, 0, 0]))));
+        assert!(is_bad(read_release(array(&[7, 7, 0, 3]))));
+        assert!(is_bad(read_heartbeat(array(&[7, 7, 0, 0, 1, 2]))));
+    }
+
+    #[test]
+    fn a_stale_caller_is_told_so() {
+        assert!(matches!(read_acquire(array(&[-1])), Err(StoreError::Stale)));
+        assert!(matches!(read_heartbeat(array(&[-1])), Err(StoreError::Stale)));
     }
 }

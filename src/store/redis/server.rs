@@ -23,9 +23,7 @@ impl Server {
         let info: Vec<String> = pipeline.query_async(connection).await?;
         let server = Self::of(&info.concat())?;
         let mut pipeline = Pipeline::new();
-        for script in scripts::all() {
-            pipeline.cmd("SCRIPT").arg("LOAD").arg(script.text).ignore();
-        }
+        scripts::load(&mut pipeline);
         pipeline.exec_async(connection).await?;
         Ok(server)
     }

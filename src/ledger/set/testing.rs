@@ -1,0 +1,102 @@
+//! What tests see of a set, spelled as Redis would keep it, and what they do to it behind the operations' back.
+
+use std::collections::BTreeMap;
+
+use super::{Set, SetSpec};
+use crate::ledger::{
+    Uuid,
+    testing::{Dump, Part},
+};
+
+impl Set {
+    pub(in crate::ledger) fn dump(&self, spec: &SetSpec, into: &mut Dump) {
+        let mut slots = BTreeMap::new();
+        for (id, (score, weight)) in &self.slots {
+            slots.insert(id.to_string(), score.to_string());
+            for part in 2..=*weight {
+                slots.insert(format!("{id}~{part}"), score.to_string());
+            }
+        }
+        into.insert(format!("{} slots", spec.key), slots);
+        into.insert(format!("{} meta", spec.key), self.dump_meta());
+        let infos = self.info.iter().map(|(id, info)| {
+            let (class, _) = &spec.classes[info.class];
+            let text =
+                format!("{} {class} {} {} {}", info.instance, info.weight, info.at, info.route);
+            (id.to_string(), text)
+        });
+        into.insert(format!("{} info", spec.key), infos.collect());
+        for (class, (name, _)) in spec.classes.iter().enumerate() {
+            let queue = self.wait.get(class).into_iter().flatten();
+            let queue = queue.map(|(ticket, id)| (id.to_string(), ticket.to_string())).collect();
+            into.insert(format!("{} wait {name}", spec.key), queue);
+        }
+    }
+
+    fn dump_meta(&self) -> BTreeMap<String, String> {
+        let meta = &self.meta;
+        let mut fields = BTreeMap::new();
+        let mut put = |field: String, value: String| fields.insert(field, value);
+        if let Some(slots) = meta.slots {
+            put("slots".into(), slots.to_string());
+            put("lease".into(), meta.lease.to_string());
+        }
+        if let Some(ticket) = meta.ticket {
+            put("ticket".into(), ticket.to_string());
+        }
+        if meta.dirty {
+            put("dirty".into(), "1".into());
+        }
+        put("waiting".into(), meta.waiting.to_string());
+        put("swept".into(), meta.swept.to_string());
+        for (instance, (slots, lease)) in &meta.claims {
+            put(format!("claim:{instance}"), format!("{slots} {lease}"));
+        }
+        for (instance, count) in &meta.waiters {
+            put(format!("waiters:{instance}"), count.to_string());
+        }
+        for (id, instance) in &meta.pending {
+            put(format!("pending:{id}"), instance.to_string());
+        }
+        fields
+    }
+
+    pub(in crate::ledger) fn lose(&mut self, part: Part) {
+        match part {
+            Part::Slots => {
+                self.slots.clear();
+                self.by_score.clear();
+                self.used = 0;
+            }
+            Part::Meta => self.meta = super::Meta::default(),
+            Part::Info => self.info.clear(),
+            Part::Wait(class) => {
+                if let Some(queue) = self.wait.get_mut(class) {
+                    queue.clear();
+                }
+            }
+            Part::Fleet | Part::Instances => unreachable!("not of a set"),
+        }
+    }
+
+    pub(in crate::ledger) fn holds(&self, id: Uuid) -> bool {
+        self.slots.contains_key(&id)
+    }
+
+    pub(in crate::ledger) fn plain_add(&mut self, id: Uuid, score: i64) {
+        match self.slots.insert(id, (score, 1)) {
+            Some((old, _)) => {
+                self.by_score.remove(&(old, id));
+            }
+            None => self.used += 1,
+        }
+        self.by_score.insert((score, id));
+    }
+
+    pub(in crate::ledger) fn plain_remove(&mut self, id: Uuid) {
+        if let Some((score, weight)) = self.slots.remove(&id) {
+            self.by_score.remove(&(score, id));
+            self.used -= weight;
+        }
+    }
+}

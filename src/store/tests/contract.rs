@@ -1,0 +1,438 @@
+//! What both stores promise.
+
+use super::{rig::*, *};
+use crate::ledger::testing::Part;
+
+/// Runs each of these on both stores.
+macro_rules! on_both_stores {
+    ($($test:ident)*) => {
+        mod in_memory {
+            $(#[tokio::test]
+            async fn $test() {
+                super::$test(super::Rig::memory().await).await;
+            })*
+        }
+        mod in_redis {
+            $(#[tokio::test]
+            async fn $test() {
+                super::$test(super::Rig::redis().await).await;
+            })*
+        }
+    };
+}
+
+on_both_stores! {
+    an_id_is_never_counted_twice
+    the_queue_is_bounded
+    waiters_are_served_in_order
+    a_grant_to_another_instance_is_pushed
+    a_grant_to_a_deaf_instance_is_collected
+    an_instance_that_only_says_it_listens_is_skipped
+    a_grant_that_nobody_confirms_ends
+    a_late_release_frees_nothing
+    an_older_connection_does_nothing
+    a_lost_holder_is_counted_again
+    a_lost_holder_whose_lease_lasts_starts_a_recovery
+    recovery_admits_nobody
+    a_silent_fleet_recovers
+    waiters_of_the_dead_block_nobody
+    the_lowest_claim_is_in_force
+    who_leaves_takes_claim_and_waiters_along
+    a_refused_request_keeps_nothing
+    a_waiting_request_keeps_its_earlier_slots
+    a_grant_of_one_set_is_no_grant_of_the_next
+    a_heavy_waiter_is_not_starved
+    what_never_fits_is_too_heavy
+    a_higher_class_is_served_first
+    a_waiter_grows_older_and_better
+    a_share_leaves_room_for_others
+    nobody_jumps_the_queue
+    a_plain_client_counts
+    a_lost_key_starts_a_recovery
+    lost_infos_heal
+    a_lost_queue_heals
+    zero_slots_admit_nobody_until_raised
+}
+
+async fn an_id_is_never_counted_twice(rig: Rig) {
+    let (set, me) = (Arc::new(set(3)), rig.instance().await);
+    let first = ask_as(&set, 1, 2);
+    assert_eq!(me.acquire(&first).await, Acquired::Granted);
+    assert_eq!(me.acquire_again(&first).await, Acquired::Granted);
+    assert_eq!(rig.used(&set).await, 2);
+    // A retry whose first try never arrived.
+    assert_eq!(me.acquire_again(&ask(&set)).await, Acquired::Granted);
+    assert_eq!(rig.used(&set).await, 3);
+    let waiter = ask(&set);
+    assert_eq!(me.acquire(&waiter).await, Acquired::Waiting { at: 0, queue: 1 });
+    assert_eq!(me.acquire_again(&waiter).await, Acquired::Waiting { at: 0, queue: 1 });
+}
+
+async fn the_queue_is_bounded(rig: Rig) {
+    let (set, me) = (Arc::new(SetSpec { queue: 1, ..set(1) }), rig.instance().await);
+    assert_eq!(me.acquire(&ask(&set)).await, Acquired::Granted);
+    assert_eq!(me.try_acquire(&ask(&set)).await, Acquired::Full { at: 0, queue: 0 });
+    assert_eq!(me.acquire(&ask(&set)).await, Acquired::Waiting { at: 0, queue: 1 });
+    assert_eq!(me.acquire(&ask(&set)).await, Acquired::Full { at: 0, queue: 1 });
+    let state = me.beat(&[&set]).await.sets[0];
+    assert_eq!(state, SetState { slots: 1, used: 1, waiting: 1, mine: 1, lease: 60_000 });
+}
+
+async fn waiters_are_served_in_order(rig: Rig) {
+    let (set, me) = (Arc::new(set(1)), rig.instance().await);
+    let asks = [ask(&set), ask(&set), ask(&set)];
+    for ask in &asks {
+        me.acquire(ask).await;
+    }
+    assert_eq!(me.release(&asks[0]).await, (Released::Released, vec![asks[1].id]));
+    assert_eq!(me.release(&asks[1]).await, (Released::Released, vec![asks[2].id]));
+    assert_eq!(me.release(&asks[2]).await, (Released::Released, vec![]));
+    assert_eq!((rig.used(&set).await, rig.waiting(&set).await), (0, 0));
+}
+
+async fn a_grant_to_another_instance_is_pushed(rig: Rig) {
+    let (set, me, mut other) = (Arc::new(set(1)), rig.instance().await, rig.instance().await);
+    rig.subscribe(&mut other).await;
+    let (holder, waiter) = (ask(&set), ask(&set));
+    me.acquire(&holder).await;
+    other.acquire(&waiter).await;
+    assert_eq!(me.release(&holder).await, (Released::Released, vec![]));
+    other.hears(Event::Granted(waiter.id)).await;
+    assert_eq!(other.beat(&[&set]).await.pending, [waiter.id]);
+    assert_eq!(other.acquire_again(&waiter).await, Acquired::Granted);
+    assert!(other.beat(&[&set]).await.pending.is_empty());
+    assert_eq!(rig.used(&set).await, 1);
+}
+
+async fn a_grant_to_a_deaf_instance_is_collected(rig: Rig) {
+    let (set, me, other) = (Arc::new(set(1)), rig.instance().await, rig.instance().await);
+    let (holder, waiter) = (ask(&set), ask(&set));
+    me.acquire(&holder).await;
+    other.acquire(&waiter).await;
+    me.release(&holder).await;
+    assert_eq!(other.beat(&[&set]).await.pending, [waiter.id]);
+}
+
+async fn an_instance_that_only_says_it_listens_is_skipped(rig: Rig) {
+    let (set, me, mut other) = (Arc::new(set(1)), rig.instance().await, rig.instance().await);
+    other.subscribed = true;
+    other.beat(&[]).await;
+    let asks = [ask(&set), ask(&set), ask(&set)];
+    me.acquire(&asks[0]).await;
+    other.acquire(&asks[1]).await;
+    me.acquire(&asks[2]).await;
+    assert_eq!(me.release(&asks[0]).await, (Released::Released, vec![asks[2].id]));
+    assert_eq!(other.acquire_again(&asks[1]).await, Acquired::Waiting { at: 0, queue: 1 });
+    // Its own heartbeat serves it.
+    me.release(&asks[2]).await;
+    assert_eq!(other.beat(&[&set]).await.granted, [asks[1].id]);
+}
+
+async fn a_grant_that_nobody_confirms_ends(rig: Rig) {
+    let set = Arc::new(SetSpec { grant_ttl: 80, ..set(1) });
+    let (me, other) = (rig.instance().await, rig.instance().await);
+    let (holder, waiter) = (ask(&set), ask(&set));
+    me.acquire(&holder).await;
+    other.acquire(&waiter).await;
+    me.release(&holder).await;
+    assert_eq!(me.try_acquire(&ask(&set)).await, Acquired::Full { at: 0, queue: 0 });
+    pause(120).await;
+    assert_eq!(me.try_acquire(&ask(&set)).await, Acquired::Granted);
+    assert_eq!(other.acquire_again(&waiter).await, Acquired::Waiting { at: 0, queue: 1 });
+}
+
+async fn a_late_release_frees_nothing(rig: Rig) {
+    let (set, me) = (Arc::new(SetSpec { lease: 80, ..set(1) }), rig.instance().await);
+    let (late, next) = (ask(&set), ask(&set));
+    assert_eq!(me.release(&late).await.0, Released::Unknown);
+    me.acquire(&late).await;
+    pause(120).await;
+    assert_eq!(me.try_acquire(&next).await, Acquired::Granted);
+    assert_eq!(me.release(&late).await, (Released::Unknown, vec![]));
+    assert_eq!(rig.used(&set).await, 1);
+    assert_eq!(me.release(&next).await.0, Released::Released);
+    assert_eq!(me.release(&next).await.0, Released::Unknown);
+}
+
+async fn an_older_connection_does_nothing(rig: Rig) {
+    let (set, mut me) = (Arc::new(set(1)), rig.instance().await);
+    let holder = ask(&set);
+    me.caller.epoch = 2;
+    me.acquire(&holder).await;
+    me.caller.epoch = 1;
+    let release = Release { ask: holder.clone(), queued: false };
+    let call = Call { releases: vec![release], ..Call::default() };
+    assert!(matches!(me.call(&call).await, Err(StoreError::Stale)));
+    let beat = Call { heartbeat: Some(Heartbeat::default()), ..Call::default() };
+    assert!(matches!(me.call(&beat).await, Err(StoreError::Stale)));
+    assert_eq!(rig.used(&set).await, 1);
+    // Another instance numbers its own connections.
+    assert_eq!(
+        rig.instance().await.acquire(&ask(&set)).await,
+        Acquired::Waiting { at: 0, queue: 1 }
+    );
+}
+
+async fn a_lost_holder_is_counted_again(rig: Rig) {
+    let set = Arc::new(SetSpec { lease: 100, recovery: 50, ..set(1) });
+    let me = rig.instance().await;
+    pause(70).await;
+    let (lost, next) = (ask(&set), ask(&set));
+    assert_eq!(me.acquire(&lost).await, Acquired::Granted);
+    pause(60).await;
+    assert_eq!(me.renew(&lost, false).await.renewed, [Renewed::Kept]);
+    pause(60).await;
+    assert_eq!(me.acquire(&next).await, Acquired::Waiting { at: 0, queue: 1 });
+    pause(90).await;
+    let beat = me.beat(&[&set]).await;
+    assert_eq!(beat.granted, [next.id]);
+    // Its own clock says too that the lease is over, so nothing is wrong with the store's memory.
+    let again = me.renew(&lost, true).await;
+    assert_eq!((&*again.renewed, again.sets[0].used), (&[Renewed::Readded][..], 2));
+    assert_eq!(again.stamp.recovery, beat.stamp.recovery);
+}
+
+async fn a_lost_holder_whose_lease_lasts_starts_a_recovery(rig: Rig) {
+    let set = Arc::new(SetSpec { recovery: 80, ..set(5) });
+    let me = rig.instance().await;
+    pause(100).await;
+    let lost = ask(&set);
+    let beat = me.renew(&lost, false).await;
+    assert_eq!(beat.renewed, [Renewed::Readded]);
+    assert_eq!(beat.stamp.recovery, beat.stamp.now);
+    assert_eq!(me.try_acquire(&ask(&set)).await, Acquired::Recovering { at: 0 });
+    // During a recovery it is expected, and doesn't start another.
+    let second = me.renew(&ask(&set), false).await;
+    assert_eq!(second.stamp.recovery, beat.stamp.recovery);
+    pause(100).await;
+    assert_eq!(me.try_acquire(&ask(&set)).await, Acquired::Granted);
+    assert_eq!(rig.used(&set).await, 3);
+}
+
+async fn recovery_admits_nobody(rig: Rig) {
+    let set = Arc::new(SetSpec { recovery: 100, ..set(2) });
+    let me = rig.instance().await;
+    let waiter = ask(&set);
+    assert_eq!(me.try_acquire(&ask(&set)).await, Acquired::Recovering { at: 0 });
+    assert_eq!(me.acquire(&waiter).await, Acquired::Waiting { at: 0, queue: 1 });
+    assert!(me.beat(&[&set]).await.granted.is_empty());
+    pause(130).await;
+    assert_eq!(me.beat(&[&set]).await.granted, [waiter.id]);
+}
+
+async fn a_silent_fleet_recovers(rig: Rig) {
+    let set = Arc::new(SetSpec { recovery: 50, ..set(2) });
+    let mut me = rig.instance().await;
+    me.caller.gap = 100;
+    pause(60).await;
+    assert_eq!(me.try_acquire(&ask(&set)).await, Acquired::Granted);
+    pause(150).await;
+    assert_eq!(me.try_acquire(&ask(&set)).await, Acquired::Recovering { at: 0 });
+}
+
+async fn waiters_of_the_dead_block_nobody(rig: Rig) {
+    let (set, mut me, dead) = (Arc::new(set(1)), rig.instance().await, rig.instance().await);
+    me.caller.presence = 100;
+    let asks = [ask(&set), ask(&set), ask(&set)];
+    me.acquire(&asks[0]).await;
+    dead.acquire(&asks[1]).await;
+    me.acquire(&asks[2]).await;
+    pause(150).await;
+    me.beat(&[]).await;
+    assert_eq!(me.release(&asks[0]).await, (Released::Released, vec![asks[2].id]));
+    assert_eq!(rig.waiting(&set).await, 0);
+}
+
+async fn the_lowest_claim_is_in_force(rig: Rig) {
+    let (low, high) = (Arc::new(set(1)), Arc::new(set(2)));
+    let (old, new) = (rig.instance().await, rig.instance().await);
+    assert_eq!(old.beat(&[&low]).await.sets[0].slots, 1);
+    assert_eq!(new.beat(&[&high]).await.sets[0].slots, 1);
+    let waiter = ask(&high);
+    assert_eq!(new.acquire(&ask(&high)).await, Acquired::Granted);
+    assert_eq!(new.acquire(&waiter).await, Acquired::Waiting { at: 0, queue: 1 });
+    old.leave(&[&low]).await;
+    let beat = new.beat(&[&high]).await;
+    assert_eq!((beat.sets[0].slots, beat.pending), (2, vec![waiter.id]));
+    // Lowering acts at once and evicts nobody.
+    let lower = rig.instance().await.beat(&[&low]).await.sets[0];
+    assert_eq!((lower.slots, lower.used), (1, 2));
+}
+
+async fn who_leaves_takes_claim_and_waiters_along(rig: Rig) {
+    let (set, me, other) = (Arc::new(set(1)), rig.instance().await, rig.instance().await);
+    let (holder, waiter) = (ask(&set), ask(&set));
+    me.acquire(&holder).await;
+    other.acquire(&waiter).await;
+    other.leave(&[&set]).await;
+    assert_eq!(rig.waiting(&set).await, 0);
+    assert_eq!(me.release(&holder).await, (Released::Released, vec![]));
+    assert_eq!(rig.used(&set).await, 0);
+}
+
+/// A request for one slot of each of two sets.
+fn both(narrow: &Arc<SetSpec>, wide: &Arc<SetSpec>) -> Ask {
+    let want = |set: &Arc<SetSpec>| Want { set: Arc::clone(set), weight: 1 };
+    Ask { wants: [want(narrow), want(wide)].into(), ..ask(narrow) }
+}
+
+async fn a_refused_request_keeps_nothing(rig: Rig) {
+    let narrow = Arc::new(SetSpec { key: "narrow".into(), ..set(1) });
+    let (wide, me) = (Arc::new(set(1)), rig.instance().await);
+    me.acquire(&ask(&wide)).await;
+    assert_eq!(me.try_acquire(&both(&narrow, &wide)).await, Acquired::Full { at: 1, queue: 0 });
+    assert_eq!((rig.used(&narrow).await, rig.used(&wide).await), (0, 1));
+}
+
+async fn a_waiting_request_keeps_its_earlier_slots(rig: Rig) {
+    let narrow = Arc::new(SetSpec { key: "narrow".into(), ..set(1) });
+    let (wide, me) = (Arc::new(set(1)), rig.instance().await);
+    let (holder, waiter) = (ask(&wide), both(&narrow, &wide));
+    me.acquire(&holder).await;
+    assert_eq!(me.acquire(&waiter).await, Acquired::Waiting { at: 1, queue: 1 });
+    assert_eq!(rig.used(&narrow).await, 1);
+    assert_eq!(me.release(&holder).await, (Released::Released, vec![waiter.id]));
+    assert_eq!(me.acquire_again(&waiter).await, Acquired::Granted);
+    assert_eq!(me.release(&waiter).await.0, Released::Released);
+    assert_eq!((rig.used(&narrow).await, rig.used(&wide).await), (0, 0));
+}
+
+async fn a_grant_of_one_set_is_no_grant_of_the_next(rig: Rig) {
+    let narrow = Arc::new(SetSpec { key: "narrow".into(), ..set(1) });
+    let (wide, me, other) = (Arc::new(set(1)), rig.instance().await, rig.instance().await);
+    let (waiter, first) = (both(&narrow, &wide), ask(&wide));
+    // Both sets have a free slot and a waiter, since a plain client was there.
+    let plain = Uuid::now_v7();
+    rig.plain_add(&narrow, plain).await;
+    rig.plain_add(&wide, plain).await;
+    me.acquire(&waiter).await;
+    other.acquire(&first).await;
+    rig.plain_remove(&narrow, plain).await;
+    rig.plain_remove(&wide, plain).await;
+    // The newcomer has the first waiter granted on the way, whose own turn comes later in the same call.
+    let acquire = |ask: Ask, again| Acquire { ask, waited: 0, may_wait: true, again };
+    let acquires = vec![acquire(ask(&narrow), false), acquire(waiter, true)];
+    let call = Call { acquires, ..Call::default() };
+    let reply = me.call(&call).await.unwrap().acquires.unwrap();
+    let waiting = |at| Acquired::Waiting { at, queue: 1 };
+    assert_eq!((&*reply.outcomes, &*reply.granted), (&[waiting(0), waiting(1)][..], &[][..]));
+    assert_eq!(other.beat(&[&wide]).await.pending, [first.id]);
+}
+
+async fn a_heavy_waiter_is_not_starved(rig: Rig) {
+    let (set, me) = (Arc::new(set(3)), rig.instance().await);
+    let (holder, heavy, light) = (ask_as(&set, 1, 2), ask_as(&set, 1, 3), ask(&set));
+    me.acquire(&holder).await;
+    assert_eq!(me.acquire(&heavy).await, Acquired::Waiting { at: 0, queue: 1 });
+    // One slot is free, but it is being saved.
+    assert_eq!(me.acquire(&light).await, Acquired::Waiting { at: 0, queue: 2 });
+    assert_eq!(me.release(&holder).await.1, [heavy.id]);
+    assert_eq!(me.release(&heavy).await.1, [light.id]);
+}
+
+async fn what_never_fits_is_too_heavy(rig: Rig) {
+    let (set, me) = (Arc::new(set(4)), rig.instance().await);
+    assert_eq!(me.acquire(&ask_as(&set, 1, 5)).await, Acquired::TooHeavy { at: 0 });
+    assert_eq!(me.acquire(&ask_as(&set, 2, 3)).await, Acquired::TooHeavy { at: 0 });
+    assert_eq!(me.acquire(&ask_as(&set, 1, 4)).await, Acquired::Granted);
+}
+
+async fn a_higher_class_is_served_first(rig: Rig) {
+    let (set, me) = (Arc::new(set(1)), rig.instance().await);
+    let [holder, low, normal, high] = [1, 2, 1, 0].map(|class| ask_as(&set, class, 1));
+    for ask in [&holder, &low, &normal, &high] {
+        me.acquire(ask).await;
+    }
+    assert_eq!(me.release(&holder).await.1, [high.id]);
+    assert_eq!(me.release(&high).await.1, [normal.id]);
+    assert_eq!(me.release(&normal).await.1, [low.id]);
+}
+
+async fn a_waiter_grows_older_and_better(rig: Rig) {
+    let (set, me) = (Arc::new(SetSpec { ageing: 1_000, ..set(1) }), rig.instance().await);
+    let [holder, low, high] = [1, 2, 0].map(|class| ask_as(&set, class, 1));
+    me.acquire(&holder).await;
+    me.acquire_as(&Acquire { ask: low.clone(), waited: 2_000, may_wait: true, again: false }).await;
+    me.acquire(&high).await;
+    assert_eq!(me.release(&holder).await.1, [low.id]);
+}
+
+async fn a_share_leaves_room_for_others(rig: Rig) {
+    let (set, me) = (Arc::new(set(2)), rig.instance().await);
+    let [first, low, normal] = [2, 2, 1].map(|class| ask_as(&set, class, 1));
+    assert_eq!(me.acquire(&first).await, Acquired::Granted);
+    assert_eq!(me.acquire(&low).await, Acquired::Waiting { at: 0, queue: 1 });
+    assert_eq!(me.acquire(&normal).await, Acquired::Granted);
+    assert_eq!(me.release(&normal).await, (Released::Released, vec![]));
+    assert_eq!(me.release(&first).await.1, [low.id]);
+}
+
+async fn nobody_jumps_the_queue(rig: Rig) {
+    let (set, me, other) = (Arc::new(set(1)), rig.instance().await, rig.instance().await);
+    let (plain, waiter, late) = (Uuid::now_v7(), ask(&set), ask(&set));
+    rig.plain_add(&set, plain).await;
+    assert_eq!(other.acquire(&waiter).await, Acquired::Waiting { at: 0, queue: 1 });
+    rig.plain_remove(&set, plain).await;
+    // The slot is free and nobody has handed it over yet: it goes to the waiter, not to the newcomer.
+    assert_eq!(me.acquire(&late).await, Acquired::Waiting { at: 0, queue: 1 });
+    assert_eq!(other.beat(&[&set]).await.pending, [waiter.id]);
+}
+
+async fn a_plain_client_counts(rig: Rig) {
+    let (set, me) = (Arc::new(set(2)), rig.instance().await);
+    let (plain, waiter) = (Uuid::now_v7(), ask(&set));
+    rig.plain_add(&set, plain).await;
+    assert_eq!(me.acquire(&ask(&set)).await, Acquired::Granted);
+    assert_eq!(me.acquire(&waiter).await, Acquired::Waiting { at: 0, queue: 1 });
+    assert_eq!(rig.used(&set).await, 2);
+    rig.plain_remove(&set, plain).await;
+    assert_eq!(me.beat(&[&set]).await.granted, [waiter.id]);
+}
+
+async fn a_lost_key_starts_a_recovery(rig: Rig) {
+    let set = Arc::new(SetSpec { recovery: 60, ..set(2) });
+    let me = rig.instance().await;
+    for part in [Part::Slots, Part::Meta, Part::Fleet, Part::Instances] {
+        pause(80).await;
+        let holder = ask(&set);
+        assert_eq!(me.try_acquire(&holder).await, Acquired::Granted, "{part:?}");
+        rig.lose(&set, part).await;
+        assert_eq!(me.try_acquire(&ask(&set)).await, Acquired::Recovering { at: 0 }, "{part:?}");
+        let beat = me.renew(&holder, false).await;
+        assert_eq!(beat.sets[0].used, 1, "{part:?}");
+        pause(80).await;
+        me.release(&holder).await;
+    }
+}
+
+async fn lost_infos_heal(rig: Rig) {
+    let (set, me) = (Arc::new(set(1)), rig.instance().await);
+    let (holder, waiter) = (ask(&set), ask(&set));
+    me.acquire(&holder).await;
+    me.acquire(&waiter).await;
+    rig.lose(&set, Part::Info).await;
+    // Nobody knows whose the waiter is, so it must ask anew.
+    assert_eq!(me.release(&holder).await, (Released::Released, vec![]));
+    assert_eq!((rig.used(&set).await, rig.waiting(&set).await), (0, 0));
+    assert_eq!(me.acquire_again(&waiter).await, Acquired::Granted);
+}
+
+async fn a_lost_queue_heals(rig: Rig) {
+    let (set, me) = (Arc::new(SetSpec { queue: 1, ..set(1) }), rig.instance().await);
+    let (holder, waiter) = (ask(&set), ask(&set));
+    me.acquire(&holder).await;
+    me.acquire(&waiter).await;
+    rig.lose(&set, Part::Wait(1)).await;
+    let state = me.beat(&[&set]).await.sets[0];
+    assert_eq!((state.waiting, state.mine), (0, 0));
+    assert_eq!(me.acquire_again(&waiter).await, Acquired::Waiting { at: 0, queue: 1 });
+    assert_eq!(me.release(&holder).await.1, [waiter.id]);
+}
+
+async fn zero_slots_admit_nobody_until_raised(rig: Rig) {
+    let (none, one, me) = (Arc::new(set(0)), Arc::new(set(1)), rig.instance().await);
+    let waiter = ask(&none);
+    assert_eq!(me.try_acquire(&ask(&none)).await, Acquired::Full { at: 0, queue: 0 });
+    assert_eq!(me.acquire(&waiter).await, Acquired::Waiting { at: 0, queue: 1 });
+    assert_eq!(me.beat(&[&one]).await.granted, [waiter.id]);
+}
