@@ -13,7 +13,7 @@
 --       {now, start of recovery, number of granted, granted ids …, then for each request: code, want, queue length}
 --       with code 0 granted, 1 waiting, 2 full, 3 recovering, 4 too heavy, and want counted from 0
 
-for i, set in ipairs(sets) do open(set, facts[4 + i]) end
+for _, set in ipairs(sets) do open(set, meta, used) end
 
 local function enqueue(set, ask, weight)
   local ticket = redis.call('HINCRBY', set.meta, 'ticket', 1)
@@ -67,6 +67,7 @@ local function take(set, ask, weight)
   local limit = cap(set, ask.class)
   if set.n > 0 and weight > limit then return 4 end
   local recovers = recovering(set)
+  if set.waiting > 0 or set.used + weight > limit then purge(set) end
   if not recovers and set.waiting == 0 and set.used + weight <= limit then
     put_slot(set, ask.id, now, weight)
     put_info(set, ask.id, me, ask.class, weight, now, ask.route)

@@ -15,6 +15,11 @@
 local subscribed, leaving = ARGV[arg] == '1', ARGV[arg + 1] == '1'
 arg = arg + 2
 
+local before = redis.call('HGET', fleet, 'run')
+if last and (before ~= run or redis.call('EXISTS', instances) == 0) then
+  recovery = now
+  redis.call('HSET', fleet, 'run', run)
+end
 if leaving then
   redis.call('ZREM', instances, me)
   seen[me] = false
@@ -40,6 +45,17 @@ local function drop_waiters(set, waiters, instance)
     end
   end
   redis.call('HSET', set.meta, 'waiting', set.waiting)
+end
+
+-- After a recovery: members from the future are left over from a clock that went back.
+local function sweep(set)
+  if recovering(set) or tonumber(redis.call('HGET', set.meta, 'swept') or '0') == recovery then return end
+  redis.call('HSET', set.meta, 'swept', recovery)
+  local swept = redis.call('ZREMRANGEBYSCORE', set.slots, '(' .. (now + CLOCK_SLACK), '+inf')
+  if swept > 0 then
+    set.used, set.removed = set.used - swept, true
+    redis.call('HSET', set.meta, 'dirty', 1)
+  end
 end
 
 -- The fields of meta by kind: instance → claim, instance → number of waiters, granted id → instance.
@@ -133,8 +149,12 @@ local function tidy(set, meta)
 end
 
 local pending, renewed, states = {}, {}, {}
-for i, set in ipairs(sets) do
-  open(set, facts[4 + i])
+for _, set in ipairs(sets) do
+  open(set)
+  if redis.call('HGET', set.meta, 'claim:' .. me) ~= set.claim then claim_policy(set) end
+  redis.call('PERSIST', set.slots)
+  purge(set)
+  sweep(set)
   local meta = fields_of(set)
   forget_the_gone(set, meta)
   local renewals = tonumber(ARGV[arg])

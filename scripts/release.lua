@@ -8,7 +8,7 @@
 --       {now, start of recovery, number of granted, granted ids …, then for each id a code}
 --       with code 0 released, 1 dequeued, 2 unknown
 
-for i, set in ipairs(sets) do open(set, facts[4 + i]) end
+for _, set in ipairs(sets) do open(set, meta, used) end
 
 local outcomes = {}
 while arg <= #ARGV do

@@ -20,6 +20,9 @@ use set::{Set, Take};
 
 /// How far a clock may go back before memory is held to be incomplete, and how far ahead a score may lie, in ms.
 const CLOCK_SLACK: i64 = 1_000;
+/// The fleet's last sign of life, and a set's `live_until`, needn't be exact: they are rewritten when off by this, ms.
+const LAST_STEP: i64 = 100;
+const LIVE_STEP: i64 = 1_000;
 /// How many waiters one operation grants at most; the next heartbeat goes on.
 const GRANTS_PER_CALL: usize = 256;
 
@@ -340,7 +343,11 @@ impl Ledger {
         run: &str,
         heartbeat: &Heartbeat,
     ) -> Result<BeatReply, Stale> {
-        self.enter(now, caller, run)?;
+        let (_, context) = self.enter(now, caller, run)?;
+        if *context.fleet.run != *run || context.instances.is_empty() {
+            context.fleet.recovery = now;
+            context.fleet.run = run.into();
+        }
         if heartbeat.leaving {
             self.instances.remove(&caller.instance);
         } else {
@@ -355,6 +362,7 @@ impl Ledger {
         for beat in &heartbeat.beats {
             let spec = &beat.set;
             let set = open(sets, &mut context, spec);
+            set.refresh(&mut context, spec);
             set.forget_the_gone(&mut context, heartbeat.leaving);
             for renew in &beat.renew {
                 reply.renewed.push(set.renew(&mut context, spec, renew));
@@ -388,27 +396,22 @@ impl Ledger {
         {
             return Err(Stale);
         }
-        let lost = match &self.fleet {
-            None => true,
-            Some(fleet) => {
-                self.instances.is_empty()
-                    || *fleet.run != *run
-                    || now < fleet.last - CLOCK_SLACK
-                    || now - fleet.last > caller.gap
+        let lost = match &mut self.fleet {
+            Some(fleet) => now < fleet.last - CLOCK_SLACK || now - fleet.last > caller.gap,
+            None => {
+                self.fleet = Some(Fleet { run: run.into(), last: now, ..Fleet::default() });
+                self.instances.insert(caller.instance, now);
+                true
             }
         };
         let fleet = self.fleet.get_or_insert_default();
         if lost {
             fleet.recovery = now;
         }
-        fleet.last = now;
-        if *fleet.run != *run {
-            fleet.run = run.into();
+        if now < fleet.last || now - fleet.last >= LAST_STEP {
+            fleet.last = now;
         }
         fleet.epochs.insert(caller.instance, caller.epoch);
-        if self.instances.is_empty() {
-            self.instances.insert(caller.instance, now);
-        }
         Ok(self.context(now, caller))
     }
 }

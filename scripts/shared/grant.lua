@@ -5,6 +5,7 @@ local granted = {}
 -- The functions inside are made only when somebody waits.
 local function grant(set)
   if set.waiting == 0 or recovering(set) then return end
+  purge(set)
   local deaf = {}
 
   -- The first waiter of a class whose instance lives and hears. Waiters of the dead are dropped on the way.

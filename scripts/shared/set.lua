@@ -1,5 +1,32 @@
 -- Shared by all writing scripts: one semaphore's policy, loss, purge; take and give back; the end of an operation.
 
+local sets = {}
+do
+  local key, at = 3, 8
+  for i = 1, tonumber(ARGV[7]) do
+    local set = {
+      name = ARGV[at], claim = ARGV[at + 1] .. ' ' .. ARGV[at + 2],
+      grant_ttl = ARGV[at + 3], recovery = ARGV[at + 4], queue = ARGV[at + 5], ageing = ARGV[at + 6],
+      slots = KEYS[key], meta = KEYS[key + 1], info = KEYS[key + 2],
+      -- Of class c: its queue is KEYS[queues + c], its name ARGV[names + 2 * c], its share ARGV[shares + 2 * c].
+      classes = tonumber(ARGV[at + 7]), queues = key + 2, names = at + 6, shares = at + 7,
+      live = tonumber(facts[3 + i] or '0'), till = 0,
+    }
+    key, at = key + 3 + set.classes, at + 8 + 2 * set.classes
+    sets[i] = set
+  end
+end
+
+local seen = {}
+local function seen_within(instance, time)
+  local at = seen[instance]
+  if at == nil then
+    at = tonumber(redis.call('ZSCORE', instances, instance) or nil) or false
+    seen[instance] = at
+  end
+  return at and at >= now - time
+end
+
 local function cap(set, class)
   return math.min(set.n, math.max(1, math.floor(tonumber(ARGV[set.shares + 2 * class]) * set.n)))
 end
@@ -30,45 +57,42 @@ local function settle_policy(set, claims)
   if not slots or not lease then return end
   if set.n and set.lease ~= lease then recovery = now end
   if set.n ~= slots or set.lease ~= lease then
-    set.n, set.lease = slots, lease
+    set.n, set.lease, set.purged = slots, lease, false
     redis.call('HSET', set.meta, 'slots', slots, 'lease', lease)
   end
 end
 
+-- Drops members whose lease is over: before anyone is refused, made to wait, or granted a slot.
 local function purge(set)
+  if set.purged or recovering(set) then return end
+  set.purged = true
   local purged = redis.call('ZREMRANGEBYSCORE', set.slots, '-inf', '(' .. (now - set.lease))
-  if set.swept ~= recovery then
-    set.swept = recovery
-    redis.call('HSET', set.meta, 'swept', recovery)
-    purged = purged + redis.call('ZREMRANGEBYSCORE', set.slots, '(' .. (now + CLOCK_SLACK), '+inf')
-  end
   if purged > 0 then
     set.used, set.removed = set.used - purged, true
     redis.call('HSET', set.meta, 'dirty', 1)
   end
 end
 
--- Every operation on a set starts here.
-local function open(set, live)
-  local meta = redis.call('HMGET', set.meta, 'slots', 'lease', 'waiting', 'swept', 'claim:' .. me)
-  set.n, set.lease = tonumber(meta[1] or nil), tonumber(meta[2] or nil)
-  set.waiting, set.swept = tonumber(meta[3] or '0'), tonumber(meta[4] or '0')
-  set.live = tonumber(live or '0')
-  redis.call('PERSIST', set.slots)
-  set.used = redis.call('ZCARD', set.slots)
+local function claim_policy(set)
+  redis.call('HSET', set.meta, 'claim:' .. me, set.claim)
+  settle_policy(set, claims_of(set))
+end
+
+-- Every operation on a set starts here. What was read of it already is taken from there.
+local function open(set, meta, used)
+  meta = meta or redis.call('HMGET', set.meta, 'slots', 'lease', 'waiting')
+  set.n, set.lease, set.waiting = tonumber(meta[1] or nil), tonumber(meta[2] or nil), tonumber(meta[3] or '0')
+  set.used = used or redis.call('ZCARD', set.slots)
   local lost = set.live > now and (set.used == 0 or not set.n)
-  if not set.n or meta[5] ~= set.claim then
-    redis.call('HSET', set.meta, 'claim:' .. me, set.claim)
-    settle_policy(set, claims_of(set))
-  end
+  if not set.n then claim_policy(set) end
   if lost then
     recovery, set.live, set.forget_live = now, 0, true
   end
-  if not recovering(set) then purge(set) end
 end
 
 -- The members of a holder of weight w: id, id~2 … id~w.
 local function put_slot(set, id, score, weight)
+  if score == now then score = now_text end
   set.till = math.max(set.till, score + set.lease)
   if weight == 1 then
     set.used = set.used + redis.call('ZADD', set.slots, score, id)
@@ -131,35 +155,24 @@ local function give_back(set, id, class, weight, queued)
 end
 
 -- Ends an operation: rewrites every set's live_until, the latest end of a lease among members that have an info, that
--- is: our own; then what is known of the fleet.
+-- is: our own; then what is known of the fleet. While members come and go it may lie too far ahead, never too near; it goes
+-- when the set is empty or holds plain clients alone.
 -- Returns {now, start of recovery, number of granted, granted ids …, rest …}
 local function conclude(granted, rest)
   for _, set in ipairs(sets) do
-    local till
-    if set.removed then
-      local rank = 0
-      repeat
-        local top = redis.call('ZREVRANGE', set.slots, rank, rank, 'WITHSCORES')
-        if top[1] and redis.call('HEXISTS', set.info, string.match(top[1], '^[^~]+')) == 1 then
-          till = top[2] + set.lease
-        end
-        rank = rank + 1
-      until till or not top[1]
-    elseif set.till > 0 then
-      till = math.max(set.live, set.till)
-    end
-    if till then
-      fleet_writes[#fleet_writes + 1] = 'live:' .. set.name
-      fleet_writes[#fleet_writes + 1] = till
-    elseif (set.removed and set.live > 0) or set.forget_live then
+    local none = set.removed and (set.used == 0 or redis.call('HLEN', set.info) == 0)
+    if none or (set.forget_live and set.till == 0) then
       redis.call('HDEL', fleet, 'live:' .. set.name)
+    elseif set.till > set.live then
+      fleet_writes[#fleet_writes + 1] = 'live:' .. set.name
+      fleet_writes[#fleet_writes + 1] = set.till + LIVE_STEP
     end
   end
   if recovery ~= recovery_before then
     fleet_writes[#fleet_writes + 1] = 'recovery'
     fleet_writes[#fleet_writes + 1] = recovery
   end
-  redis.call('HSET', fleet, unpack(fleet_writes))
+  if #fleet_writes > 0 then redis.call('HSET', fleet, unpack(fleet_writes)) end
   local answer = {now, recovery, #granted}
   for _, id in ipairs(granted) do answer[#answer + 1] = id end
   for _, value in ipairs(rest) do answer[#answer + 1] = value end

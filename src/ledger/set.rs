@@ -8,7 +8,8 @@ use std::{
 use uuid::Uuid;
 
 use super::{
-    Acquire, CLOCK_SLACK, Context, GRANTS_PER_CALL, Released, Renew, Renewed, SetSpec, SetState,
+    Acquire, CLOCK_SLACK, Context, GRANTS_PER_CALL, LIVE_STEP, Released, Renew, Renewed, SetSpec,
+    SetState,
 };
 
 #[cfg(test)]
@@ -109,24 +110,32 @@ fn cap(spec: &SetSpec, class: usize, slots: u32) -> u32 {
 // === impl Set: policy, loss, purge ===
 
 impl Set {
-    /// Claims the caller's policy, notices a loss, and purges unless in recovery.
+    /// Notices a loss, and claims the caller's policy where there is none.
     pub(super) fn open(&mut self, context: &mut Context<'_>, spec: &SetSpec) {
         let live = context.fleet.live.get(&spec.key).copied().unwrap_or(0);
         let lost = live > context.now && (self.slots.is_empty() || self.meta.slots.is_none());
-        let claim = (spec.slots, spec.lease);
-        if self.meta.slots.is_none()
-            || self.meta.claims.get(&context.caller.instance) != Some(&claim)
-        {
-            self.meta.claims.insert(context.caller.instance, claim);
-            self.settle_policy(context);
+        if self.meta.slots.is_none() {
+            self.claim_policy(context, spec);
         }
         if lost {
             context.fleet.recovery = context.now;
             context.fleet.live.remove(&spec.key);
         }
-        if !self.recovering(context, spec) {
-            self.purge(context);
+    }
+
+    /// What a heartbeat does beyond [`Set::open`].
+    pub(super) fn refresh(&mut self, context: &mut Context<'_>, spec: &SetSpec) {
+        let claim = (spec.slots, spec.lease);
+        if self.meta.claims.get(&context.caller.instance) != Some(&claim) {
+            self.claim_policy(context, spec);
         }
+        self.purge(context, spec);
+        self.sweep(context, spec);
+    }
+
+    fn claim_policy(&mut self, context: &mut Context<'_>, spec: &SetSpec) {
+        self.meta.claims.insert(context.caller.instance, (spec.slots, spec.lease));
+        self.settle_policy(context);
     }
 
     fn recovering(&self, context: &Context<'_>, spec: &SetSpec) -> bool {
@@ -157,48 +166,48 @@ impl Set {
         self.meta.lease = lease;
     }
 
-    fn purge(&mut self, context: &Context<'_>) {
-        let mut purged = false;
+    /// Drops members whose lease is over: before anyone is refused, made to wait, or granted a slot.
+    fn purge(&mut self, context: &Context<'_>, spec: &SetSpec) {
+        if self.recovering(context, spec) {
+            return;
+        }
         let oldest = context.now - self.meta.lease;
         while let Some(&(score, id)) = self.by_score.first()
             && score < oldest
         {
             self.remove_slot(id);
-            purged = true;
-        }
-        if self.meta.swept != context.fleet.recovery {
-            self.meta.swept = context.fleet.recovery;
-            while let Some(&(score, id)) = self.by_score.last()
-                && score > context.now + CLOCK_SLACK
-            {
-                self.remove_slot(id);
-                purged = true;
-            }
-        }
-        if purged {
             self.meta.dirty = true;
         }
     }
 
-    /// Ends an operation: rewrites `live_until`, the latest end of a lease among our own members.
+    /// After a recovery: members from the future are left over from a clock that went back.
+    fn sweep(&mut self, context: &Context<'_>, spec: &SetSpec) {
+        if self.recovering(context, spec) || self.meta.swept == context.fleet.recovery {
+            return;
+        }
+        self.meta.swept = context.fleet.recovery;
+        while let Some(&(score, id)) = self.by_score.last()
+            && score > context.now + CLOCK_SLACK
+        {
+            self.remove_slot(id);
+            self.meta.dirty = true;
+        }
+    }
+
+    /// Ends an operation: rewrites `live_until`, the latest end of a lease among our own members. While members come
+    /// and go it may lie too far ahead, never too near; it goes when the set is empty or holds plain clients alone.
     pub(super) fn finish(&mut self, context: &mut Context<'_>, spec: &SetSpec) {
         let changed = std::mem::take(&mut self.changed);
-        let until = if changed.removed {
-            let own = self.by_score.iter().rev().find(|(_, id)| self.info.contains_key(id));
-            own.map(|(score, _)| score + self.meta.lease)
-        } else if changed.until > 0 {
-            let live = context.fleet.live.get(&spec.key).copied().unwrap_or(0);
-            Some(live.max(changed.until))
-        } else {
+        if changed.removed && (self.slots.is_empty() || self.info.is_empty()) {
+            context.fleet.live.remove(&spec.key);
             return;
-        };
-        match (until, context.fleet.live.get_mut(&spec.key)) {
-            (Some(until), Some(live)) => *live = until,
-            (Some(until), None) => {
-                context.fleet.live.insert(Arc::clone(&spec.key), until);
-            }
-            (None, _) => {
-                context.fleet.live.remove(&spec.key);
+        }
+        match context.fleet.live.get_mut(&spec.key) {
+            Some(live) if *live >= changed.until => {}
+            Some(live) => *live = changed.until + LIVE_STEP,
+            None if changed.until == 0 => {}
+            None => {
+                context.fleet.live.insert(Arc::clone(&spec.key), changed.until + LIVE_STEP);
             }
         }
     }
@@ -233,6 +242,9 @@ impl Set {
             return Take::TooHeavy;
         }
         let recovering = self.recovering(context, spec);
+        if self.meta.waiting > 0 || self.used + weight > cap {
+            self.purge(context, spec);
+        }
         if !recovering && self.meta.waiting == 0 && self.used + weight <= cap {
             self.put_slot(id, context.now, weight);
             self.info.insert(id, Info::of(context, acquire, weight, context.now, 0));
@@ -371,6 +383,7 @@ impl Set {
         if self.meta.waiting == 0 || self.recovering(context, spec) {
             return;
         }
+        self.purge(context, spec);
         let slots = self.meta.slots.unwrap_or(0);
         let mut deaf = HashSet::new();
         for _ in 0..GRANTS_PER_CALL {

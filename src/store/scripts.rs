@@ -23,13 +23,15 @@ impl Script {
     }
 }
 
-/// A script that writes. The shared parts go in front of it, the line with its flags in front of all.
+/// A script that writes: the line with its flags, the shared parts, and what is its own. The short way of a script, if it has
+/// one, stands before everything that only the long way needs.
 macro_rules! writing {
-    ($file:literal) => {
+    ($file:literal $(, $quick:literal)*) => {
         LazyLock::new(|| {
             Script::new(concat!(
                 "#!lua flags=allow-oom\n",
                 include_str!("../../scripts/shared/enter.lua"),
+                $(include_str!(concat!("../../scripts/shared/", $quick)),)*
                 include_str!("../../scripts/shared/set.lua"),
                 include_str!("../../scripts/shared/grant.lua"),
                 include_str!(concat!("../../scripts/", $file)),
@@ -38,8 +40,8 @@ macro_rules! writing {
     };
 }
 
-static ACQUIRE: LazyLock<Script> = writing!("acquire.lua");
-static RELEASE: LazyLock<Script> = writing!("release.lua");
+static ACQUIRE: LazyLock<Script> = writing!("acquire.lua", "quick.lua", "acquire_quick.lua");
+static RELEASE: LazyLock<Script> = writing!("release.lua", "quick.lua", "release_quick.lua");
 static HEARTBEAT: LazyLock<Script> = writing!("heartbeat.lua");
 static STATUS: LazyLock<Script> =
     LazyLock::new(|| Script::new(include_str!("../../scripts/status.lua")));

@@ -397,6 +397,10 @@ async fn a_lost_key_starts_a_recovery(rig: Rig) {
         let holder = ask(&set);
         assert_eq!(me.try_acquire(&holder).await, Acquired::Granted, "{part:?}");
         rig.lose(&set, part).await;
+        if part == Part::Instances {
+            // Nothing is counted there: the next heartbeat is soon enough.
+            me.beat(&[&set]).await;
+        }
         assert_eq!(me.try_acquire(&ask(&set)).await, Acquired::Recovering { at: 0 }, "{part:?}");
         let beat = me.renew(&holder, false).await;
         assert_eq!(beat.sets[0].used, 1, "{part:?}");
