@@ -3,15 +3,19 @@
 -- Guarantees: an id is never counted twice; nobody passes a waiter; after "full", "recovering" or "too heavy"
 -- nothing of the request is kept anywhere.
 --
--- KEYS: 1 fleet  2 instances  then for each set: slots, meta, info, one wait queue for each class
+-- KEYS: 1 fleet  2 instances  then for each set: slots, meta, info, one wait queue for each class; then the rates
 -- ARGV: 1 instance  2 epoch  3 run id  4 gap ms  5 presence ms  6 channel prefix  7 number of sets
---       then for each set: name, slots, lease ms, grant ttl ms, recovery ms, queue size, ageing ms, number of
---       classes, and name and share of each class
+--       then for each set: name, slots, lease ms, grant ttl ms, recovery ms, queue size, ageing ms, keyed (0 | 1),
+--       shadow (0 | 1), number of classes, and name, share and queue size of each class
 --       then for each request: id, route, class (from 1), waited ms, may wait (0 | 1), again (0 | 1),
+--       number of rates, and index in KEYS, requests, window ms and shadow (0 | 1) of each rate,
 --       number of wants, and set (from 1) and weight of each want
 -- Returns: {-1} if the caller has a newer connection, else
---       {now, start of recovery, number of granted, granted ids …, then for each request: code, want, queue length}
---       with code 0 granted, 1 waiting, 2 full, 3 recovering, 4 too heavy, and want counted from 0
+--       {now, start of recovery, number of granted, granted ids …, number of displaced, displaced ids …,
+--        then for each request: code, what of it, by what}
+--       with code 0 granted, 1 waiting (length of the queue, want), refused: 2 full (length of the queue), 3 recovering,
+--       4 too heavy, 5 rate limited (ms until it fits); ten more: granted, but a set or rate in shadow mode would have
+--       refused. By what: a want, counted from 0, or a rate, counted from -1 down
 
 for _, set in ipairs(sets) do open(set, meta, used) end
 
@@ -41,48 +45,152 @@ local function tell_by_outcome(id)
   end
 end
 
+local function has_room(set, ask)
+  return ask.may_wait and set.waiting < set.queue
+    and redis.call('ZCARD', KEYS[set.queues + ask.class]) < tonumber(ARGV[set.names + 2 + 3 * ask.class])
+end
+
+local function no_room(set, ask)
+  local never_waits = not ask.may_wait or set.queue == 0 or tonumber(ARGV[set.names + 2 + 3 * ask.class]) == 0
+  if never_waits and recovering(set) then return 3, 0 end
+  return 2, line(set, ask.class)
+end
+
+-- The queue is full: the youngest waiter of the lowest class goes, if that class is lower than the newcomer's.
+local function displace_for(set, ask)
+  local room = tonumber(ARGV[set.names + 2 + 3 * ask.class])
+  if not ask.may_wait or set.queue == 0 or redis.call('ZCARD', KEYS[set.queues + ask.class]) >= room then return false end
+  for class = set.classes, ask.class + 1, -1 do
+    local id = redis.call('ZPOPMAX', KEYS[set.queues + class])[1]
+    if id then
+      local info = info_of(set, id)
+      redis.call('HDEL', set.info, id)
+      uncount_waiter(set, info and info.instance)
+      if info then notify(info.instance, id, '-') end
+      return true
+    end
+  end
+  return false
+end
+
+-- Its own outcome tells of a grant to a request of this call.
+local function tell_by_outcome(id)
+  for i, other in ipairs(granted) do
+    if other == id then return table.remove(granted, i) end
+  end
+end
+
 -- A slot is free although others wait: the newcomer stands in line with them for it, and never jumps the queue.
 local function take_by_turn(set, ask, weight, room)
   enqueue(set, ask, weight)
   grant(set)
   if redis.call('ZSCORE', set.slots, ask.id) then
     tell_by_outcome(ask.id)
-    return 0
+    return 0, 0
   end
-  if room then return 1 end
+  if room or displace_for(set, ask) then return 1, line(set, ask.class) end
   dequeue(set, ask.id, ask.class)
-  return 2
+  return no_room(set, ask)
 end
 
+local function admit(set, ask, weight)
+  put_slot(set, ask.id, now, weight)
+  put_info(set, ask.id, me, ask.class, weight, now, ask.route)
+end
+
+-- What a set in shadow mode would say, if it would say no. Everyone is admitted.
+local function take_in_shadow(set, ask, weight)
+  local limit, code, detail = cap(set, ask.class), 0, 0
+  if set.n > 0 and weight > limit then
+    code = 4
+  else
+    if set.used + weight > limit then purge(set) end
+    if (recovering(set) or set.used + weight > limit) and not has_room(set, ask) then code, detail = no_room(set, ask) end
+  end
+  admit(set, ask, weight)
+  return code > 0 and code + 10 or 0, detail
+end
+
+-- Returns a code and what of it.
 local function take(set, ask, weight)
   if ask.again then
     if redis.call('ZSCORE', set.slots, ask.id) then
       redis.call('HDEL', set.meta, 'pending:' .. ask.id)
       put_slot(set, ask.id, now, weight)
       tell_by_outcome(ask.id)
-      return 0
+      return 0, 0
     end
-    if redis.call('ZSCORE', KEYS[set.queues + ask.class], ask.id) then return 1 end
+    if redis.call('ZSCORE', KEYS[set.queues + ask.class], ask.id) then return 1, line(set, ask.class) end
   end
+  if set.shadow then return take_in_shadow(set, ask, weight) end
   local limit = cap(set, ask.class)
-  if set.n > 0 and weight > limit then return 4 end
+  if set.n > 0 and weight > limit then return 4, 0 end
   local recovers = recovering(set)
   if set.waiting > 0 or set.used + weight > limit then purge(set) end
   if not recovers and set.waiting == 0 and set.used + weight <= limit then
-    put_slot(set, ask.id, now, weight)
-    put_info(set, ask.id, me, ask.class, weight, now, ask.route)
-    return 0
+    admit(set, ask, weight)
+    return 0, 0
   end
-  local room = ask.may_wait and set.waiting < tonumber(set.queue)
+  local room = has_room(set, ask)
   if not recovers and set.waiting > 0 and set.used < set.n then
     return take_by_turn(set, ask, weight, room)
   end
-  if room then
+  if room or displace_for(set, ask) then
     enqueue(set, ask, weight)
-    return 1
+    return 1, line(set, ask.class)
   end
-  if recovers and not ask.may_wait then return 3 end
-  return 2
+  return no_room(set, ask)
+end
+
+-- A sliding window log. Counts a request, or says when it would fit. One exactly a window old still counts.
+local function pass_rate(ask, first)
+  local key, requests, window = KEYS[tonumber(ARGV[first])], tonumber(ARGV[first + 1]), tonumber(ARGV[first + 2])
+  redis.call('ZREMRANGEBYSCORE', key, '-inf', '(' .. (now - window))
+  if ask.again and redis.call('ZSCORE', key, ask.id) then return 0, 0 end
+  local over = redis.call('ZCARD', key) - requests
+  if over >= 0 then
+    local entry = redis.call('ZRANGE', key, over, over, 'WITHSCORES')
+    return 5, math.max(0, entry[2] + window + 1 - now)
+  end
+  redis.call('ZADD', key, now_text, ask.id)
+  redis.call('PEXPIRE', key, window + 1000)
+  return 0, 0
+end
+
+local function refund(ask, first, rates)
+  for r = 1, rates do redis.call('ZREM', KEYS[tonumber(ARGV[first + 4 * r - 4])], ask.id) end
+end
+
+-- Takes one request through its rates and wants. Returns a code, what of it, and by what.
+local function acquire_one(ask, first_rate, rates, first_want, wants)
+  local shadow, shadow_detail, shadow_by
+  for r = 1, rates do
+    local code, detail = pass_rate(ask, first_rate + 4 * r - 4)
+    if code > 0 and ARGV[first_rate + 4 * r - 1] == '1' then
+      if not shadow then shadow, shadow_detail, shadow_by = code + 10, detail, -r end
+    elseif code > 0 then
+      refund(ask, first_rate, r - 1)
+      return code, detail, -r
+    end
+  end
+  for w = 1, wants do
+    local set, weight = sets[tonumber(ARGV[first_want + 2 * w - 2])], tonumber(ARGV[first_want + 2 * w - 1])
+    local code, detail = take(set, ask, weight)
+    if code == 1 then return 1, detail, w - 1 end
+    if code > 10 then
+      if not shadow then shadow, shadow_detail, shadow_by = code, detail, w - 1 end
+    elseif code > 0 then
+      -- Refused, so it gives back what its first wants took.
+      for earlier = 1, w - 1 do
+        local held = sets[tonumber(ARGV[first_want + 2 * earlier - 2])]
+        give_back(held, ask.id, ask.class, tonumber(ARGV[first_want + 2 * earlier - 1]), true)
+        grant(held)
+      end
+      refund(ask, first_rate, rates)
+      return code, detail, w - 1
+    end
+  end
+  return shadow or 0, shadow_detail or 0, shadow_by or 0
 end
 
 local outcomes = {}
@@ -91,25 +199,16 @@ while arg <= #ARGV do
     id = ARGV[arg], route = ARGV[arg + 1], class = tonumber(ARGV[arg + 2]), waited = ARGV[arg + 3],
     may_wait = ARGV[arg + 4] == '1', again = ARGV[arg + 5] == '1',
   }
-  local wants = tonumber(ARGV[arg + 6])
-  arg = arg + 7
-  local code, at, queue = 0, 0, 0
-  for w = 1, wants do
-    local set, weight = sets[tonumber(ARGV[arg + 2 * w - 2])], tonumber(ARGV[arg + 2 * w - 1])
-    code = take(set, ask, weight)
-    if code > 0 then
-      at, queue = w - 1, set.waiting
-      -- Refused, so it gives back what its first wants took.
-      for earlier = 1, code > 1 and w - 1 or 0 do
-        local held = sets[tonumber(ARGV[arg + 2 * earlier - 2])]
-        give_back(held, ask.id, ask.class, tonumber(ARGV[arg + 2 * earlier - 1]), true)
-        grant(held)
-      end
-      break
-    end
-  end
-  outcomes[#outcomes + 1], outcomes[#outcomes + 2], outcomes[#outcomes + 3] = code, at, queue
-  arg = arg + 2 * wants
+  local rates = tonumber(ARGV[arg + 6])
+  local first_rate = arg + 7
+  local first_want = first_rate + 4 * rates + 1
+  local wants = tonumber(ARGV[first_want - 1])
+  local code, detail, by = acquire_one(ask, first_rate, rates, first_want, wants)
+  outcomes[#outcomes + 1], outcomes[#outcomes + 2], outcomes[#outcomes + 3] = code, detail, by
+  arg = first_want + 2 * wants
 end
 
-return conclude(granted, outcomes)
+local rest = {#displaced}
+for _, id in ipairs(displaced) do rest[#rest + 1] = id end
+for _, value in ipairs(outcomes) do rest[#rest + 1] = value end
+return conclude(granted, rest)

@@ -5,12 +5,13 @@
 -- a recovery, since others may be missing too.
 --
 -- KEYS and ARGV 1 to 7 and the sets: as in acquire.lua; the sets are distinct
--- ARGV then: subscribed (0 | 1), leaving (0 | 1), and for each set: number of renewals, and for each of them
+-- ARGV then: subscribed (0 | 1), leaving (0 | 1), and for each set: the override that the caller remembers (or an empty
+--       text), an operator's order (slots, - to end it, or an empty text), number of renewals, and for each of them
 --       id, route, class (from 1), weight, lapsed (0 | 1)
 -- Returns: {-1} if the caller has a newer connection, else
 --       {now, start of recovery, number of granted, granted ids …, number of pending, pending ids …,
 --        number of renewals, then for each a code (0 kept, 1 re-added), then for each set:
---        slots in force, slots used, waiters, the caller's own waiters, lease in force ms}
+--        slots in force, slots used, waiters, the caller's own waiters, lease in force ms, the override (or an empty text)}
 
 local subscribed, leaving = ARGV[arg] == '1', ARGV[arg + 1] == '1'
 arg = arg + 2
@@ -148,15 +149,41 @@ local function tidy(set, meta)
   end
 end
 
+-- Takes over what an instance remembers, and what an operator orders.
+local function obey(set, known, order)
+  local text = redis.call('HGET', set.meta, 'override')
+  local version = tonumber(string.match(text or '', '^%d+') or '0')
+  local theirs = tonumber(string.match(known, '^%d+') or '0')
+  if theirs > version then
+    redis.call('HSET', set.meta, 'override', known)
+    version = theirs
+  end
+  if order == '' then return end
+  local listed, claims = {[set.claimed] = true}, {set.claimed}
+  for _, claim in pairs(claims_of(set)) do
+    local slots = tonumber(string.match(claim, '^%d+'))
+    if not listed[slots] then
+      listed[slots] = true
+      claims[#claims + 1] = slots
+    end
+  end
+  table.sort(claims)
+  local list = order == '-' and '-' or ',' .. table.concat(claims, ',') .. ','
+  redis.call('HSET', set.meta, 'override', (version + 1) .. ' ' .. order .. ' ' .. list)
+end
+
 local pending, renewed, states = {}, {}, {}
 for _, set in ipairs(sets) do
   open(set)
+  obey(set, ARGV[arg], ARGV[arg + 1])
+  arg = arg + 2
   if redis.call('HGET', set.meta, 'claim:' .. me) ~= set.claim then claim_policy(set) end
   redis.call('PERSIST', set.slots)
   purge(set)
   sweep(set)
   local meta = fields_of(set)
   forget_the_gone(set, meta)
+  if set.lowered then drop_too_heavy(set) end
   local renewals = tonumber(ARGV[arg])
   arg = arg + 1
   for _ = 1, renewals do
@@ -173,9 +200,11 @@ for _, set in ipairs(sets) do
   for _, id in ipairs(mine) do pending[#pending + 1] = id end
   grant(set)
   local own = tonumber(redis.call('HGET', set.meta, 'waiters:' .. me) or '0')
-  for _, value in ipairs({set.n, set.used, set.waiting, own, set.lease}) do states[#states + 1] = value end
+  local order = redis.call('HGET', set.meta, 'override') or ''
+  for _, value in ipairs({set.n, set.used, set.waiting, own, set.lease, order}) do states[#states + 1] = value end
 end
 
+for _, id in ipairs(again) do pending[#pending + 1] = id end
 local rest = {#pending}
 for _, id in ipairs(pending) do rest[#rest + 1] = id end
 rest[#rest + 1] = #renewed

@@ -127,7 +127,7 @@ impl Admin {
 
 /// One limit: exact where the store answers, else as of the last heartbeat.
 fn limit_status(outlook: &Outlook, index: usize, status: Result<SetStatus, StoreError>) -> Value {
-    let seen: SetState = outlook.sets[index];
+    let seen: &SetState = &outlook.sets[index];
     let hold = outlook.hold[index].map(|hold| hold.as_secs_f64());
     let status = status.unwrap_or_else(|_| SetStatus {
         slots: seen.slots,

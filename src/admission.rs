@@ -10,7 +10,7 @@ use crate::{
     leases::{Lease, Leases, LimitSettings, Outlook, Refused, Settings, Why},
     metrics::{LimitMetrics, Metrics},
     reason::Reason,
-    store::{Ask, SetSpec, SetStatus, SlotStore, StoreError, Want},
+    store::{Ask, ClassSpec, SetSpec, SetStatus, SlotStore, StoreError, Want},
 };
 
 /// A lease that outlives every process: a store inside the process forgets when the process does.
@@ -68,8 +68,12 @@ impl Admission {
     pub fn start(config: &Config, store: Arc<dyn SlotStore>, metrics: Arc<Metrics>) -> Arc<Self> {
         let local = store.local().is_some();
         let op_timeout = config.store.op_timeout;
-        let limits: Vec<LimitSettings> =
-            config.limits.iter().map(|limit| limit_settings(limit, op_timeout, local)).collect();
+        let limits: Vec<LimitSettings> = config
+            .limits
+            .iter()
+            .enumerate()
+            .map(|(index, limit)| limit_settings(index, limit, op_timeout, local))
+            .collect();
         let specs: Vec<_> = limits.iter().map(|limit| Arc::clone(&limit.set)).collect();
         let plan = |route: &crate::config::Route| {
             let limits = || route.limits.iter().copied();
@@ -104,9 +108,14 @@ impl Admission {
         if plan.wants.is_empty() {
             return Ok(Permit { id, held: None, taken: asked, max_hold: None });
         }
-        let ask =
-            Ask { id, wants: Arc::clone(&plan.wants), class: 0, route: Arc::clone(&plan.name) };
-        match self.leases.acquire(ask).await {
+        let ask = Ask {
+            id,
+            wants: Arc::clone(&plan.wants),
+            rates: Arc::from([]),
+            class: 0,
+            route: Arc::clone(&plan.name),
+        };
+        match self.leases.acquire(ask, None).await {
             Ok(lease) => {
                 let taken = lease.taken();
                 plan.meters.iter().for_each(|meter| meter.granted(taken - asked));
@@ -185,6 +194,9 @@ impl From<Refused> for Refusal {
             Why::TooHeavy => Reason::TooHeavy,
             Why::StoreDown => Reason::StoreDown,
             Why::Draining => Reason::Draining,
+            Why::Displaced => Reason::QueueFull,
+            Why::Deadline => Reason::QueueTimeout,
+            Why::RateLimited => Reason::QueueFull,
         };
         Self { reason, limit: refused.limit, expected_wait: refused.expected_wait }
     }
@@ -196,7 +208,7 @@ fn heartbeat_of(lease: Duration) -> Duration {
     Duration::from_secs(1).min(lease / 4)
 }
 
-fn limit_settings(limit: &Limit, op_timeout: Duration, local: bool) -> LimitSettings {
+fn limit_settings(index: usize, limit: &Limit, op_timeout: Duration, local: bool) -> LimitSettings {
     let lease = if local { FOREVER } else { limit.lease };
     let recovery = match (local, limit.recovery) {
         (true, _) => Duration::ZERO,
@@ -212,9 +224,16 @@ fn limit_settings(limit: &Limit, op_timeout: Duration, local: bool) -> LimitSett
         recovery: ms(recovery),
         queue: limit.queue.size,
         ageing: 5_000,
-        classes: Arc::from([(Arc::from("normal"), 1.0)]),
+        keyed: false,
+        shadow: false,
+        classes: Arc::from([ClassSpec { name: Arc::from("normal"), share: 1.0, queue: u32::MAX }]),
+        limit: index,
     };
-    LimitSettings { set: Arc::new(set), renew: lease / 3, queue_timeout: limit.queue.timeout }
+    LimitSettings {
+        set: Arc::new(set),
+        renew: lease / 3,
+        queue_timeouts: vec![limit.queue.timeout],
+    }
 }
 
 fn settings(config: &Config, limits: Vec<LimitSettings>, local: bool) -> Settings {

@@ -26,7 +26,7 @@ use crate::store::{Ask, BoxFuture, Call, Link, Reply, SetState, SlotStore, Store
 
 mod keeper;
 
-use keeper::{Keeper, Message};
+use keeper::{Answer, Keeper, Message};
 pub use keeper::{LimitSettings, Refused, Settings, Why};
 
 /// How many calls may be unanswered. More shortens the way of a lone request, fewer makes larger batches.
@@ -57,6 +57,7 @@ pub struct Lease {
     desk: Arc<Desk>,
     id: Uuid,
     taken: Instant,
+    shadow: Option<Refused>,
 }
 
 /// A request for slots, under way. Dropping it takes the request back, whatever became of it.
@@ -82,6 +83,8 @@ pub struct Outlook {
     pub sets: Vec<SetState>,
     /// Slots that this instance holds, per set.
     pub local: Vec<u32>,
+    /// Requests a second that asked this instance for a slot, per limit.
+    pub arrival_rate: Vec<f64>,
     /// Mean hold time, per set, where one was measured.
     pub hold: Vec<Option<Duration>>,
 }
@@ -121,13 +124,21 @@ impl Leases {
         Self { desk }
     }
 
-    /// Asks for slots. `ask.id` was never used before.
-    pub fn acquire(&self, ask: Ask) -> Pending {
+    /// Asks for slots. `ask.id` was never used before; at the deadline, if there is one, the client gives up by itself.
+    pub fn acquire(&self, ask: Ask, deadline: Option<Instant>) -> Pending {
         let (sender, answer) = oneshot::channel();
         let id = ask.id;
         let pending = Pending { desk: Arc::clone(&self.desk), id, answer, answered: false };
-        self.desk.say(Message::Acquire { ask, asked: Instant::now(), answer: sender });
+        self.desk.say(Message::Acquire { ask, asked: Instant::now(), deadline, answer: sender });
         pending
+    }
+
+    /// Orders other slots for a limit, fleet-wide, above what configurations claim; none ends that. False if the order
+    /// may not have reached the store.
+    pub async fn set_slots(&self, limit: usize, slots: Option<u32>) -> bool {
+        let (done, answer) = oneshot::channel();
+        self.desk.say(Message::SetSlots { limit, slots, done });
+        answer.await.is_ok()
     }
 
     /// Refuses whoever waits or comes, from now on.
@@ -223,9 +234,9 @@ impl Desk {
         let left = keeper.has_left();
         drop(keeper);
         for answer in answers {
-            let outcome =
-                answer.outcome.map(|taken| Lease { desk: Arc::clone(self), id: answer.id, taken });
-            let _ = answer.to.send(outcome);
+            let Answer { id, to, outcome, shadow } = answer;
+            let outcome = outcome.map(|taken| Lease { desk: Arc::clone(self), id, taken, shadow });
+            let _ = to.send(outcome);
         }
         if left {
             self.idle.notify_waiters();
@@ -407,6 +418,11 @@ fn land(desk: &Arc<Desk>, flown: Flown) -> bool {
 // === impl Lease and Pending ===
 
 impl Lease {
+    /// What a limit or a rate in shadow mode would have said.
+    pub fn shadow(&self) -> Option<Refused> {
+        self.shadow
+    }
+
     /// When the slots were taken, by this instance's clock.
     pub fn taken(&self) -> Instant {
         self.taken

@@ -5,7 +5,7 @@
 //! `set.rs` beside it holds the rules of one semaphore.
 
 use std::{
-    collections::{HashMap, HashSet},
+    collections::{BTreeSet, HashMap, HashSet},
     sync::Arc,
 };
 
@@ -43,8 +43,40 @@ pub struct SetSpec {
     pub queue: u32,
     /// A waiter counts as one class higher for each of these that it waited, ms.
     pub ageing: i64,
-    /// The classes, highest first: name and the share of the slots above which the class isn't admitted.
-    pub classes: Arc<[(Arc<str>, f64)]>,
+    /// Whether this is one of many sets of a limit with a key: its keys go when it is idle.
+    pub keyed: bool,
+    /// Whether everyone is admitted, and only told what would have happened.
+    pub shadow: bool,
+    /// The classes, highest first.
+    pub classes: Arc<[ClassSpec]>,
+    /// Which limit of the configuration this is; the store doesn't look at it.
+    pub limit: usize,
+}
+
+/// A class, as one limit treats it.
+#[derive(Clone, Debug)]
+pub struct ClassSpec {
+    /// Labels the queue.
+    pub name: Arc<str>,
+    /// The share of the slots above which the class isn't admitted.
+    pub share: f64,
+    /// How many of the class may wait.
+    pub queue: u32,
+}
+
+/// A sliding window log of one value of a rate's key.
+#[derive(Clone, Debug)]
+pub struct RateSpec {
+    /// The rate's name, followed by `:` and a digest.
+    pub key: Arc<str>,
+    /// How many requests pass in a window.
+    pub requests: u32,
+    /// How long the window is, ms.
+    pub window: i64,
+    /// Whether everyone passes, and is only told what would have happened.
+    pub shadow: bool,
+    /// Which rate of the configuration this is; the store doesn't look at it.
+    pub rate: usize,
 }
 
 /// A number of slots of one semaphore.
@@ -63,6 +95,8 @@ pub struct Ask {
     pub id: Uuid,
     /// The semaphores, in the order in which their slots are taken.
     pub wants: Arc<[Want]>,
+    /// The rates, which are asked first.
+    pub rates: Arc<[RateSpec]>,
     /// Index into [`SetSpec::classes`].
     pub class: usize,
     /// The route, for those who look at the holders.
@@ -89,6 +123,8 @@ pub struct Release {
     pub ask: Ask,
     /// Whether the id may be in a queue, or hold an unconfirmed grant.
     pub queued: bool,
+    /// Whether its entries in the rates go too: it was never admitted.
+    pub refund: bool,
 }
 
 /// Keeps an instance present, renews its holders and claims its configuration.
@@ -109,6 +145,21 @@ pub struct Beat {
     pub set: Arc<SetSpec>,
     /// Holders whose lease is to be renewed.
     pub renew: Vec<Renew>,
+    /// The override that the instance remembers, as it was told.
+    pub known: Option<Override>,
+    /// An operator's order: other slots than the configuration's, or (`Some(None)`) an end of that.
+    pub order: Option<Option<u32>>,
+}
+
+/// Slots that an operator set, above the claims.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Override {
+    /// Rises with every order; the highest that anyone remembers is in force.
+    pub version: u64,
+    /// The slots; none if the claims are in force again.
+    pub slots: Option<u32>,
+    /// What was claimed when it was set. A claim of anything else ends it.
+    pub claims: Vec<u32>,
 }
 
 /// One holder to renew.
@@ -149,29 +200,56 @@ pub struct Stamp {
 pub enum Acquired {
     /// Every slot is held, with a full lease.
     Granted,
+    /// The same, but a set or a rate in shadow mode would have refused.
+    Shadowed {
+        /// What would have refused first.
+        by: Refuser,
+        /// What it would have said.
+        why: Shed,
+    },
     /// In the queue of want `at`; earlier wants are held.
     Waiting {
         /// Index of the want.
         at: u32,
-        /// Waiters in that queue, this one included.
+        /// Waiters of this class and higher ones in that queue, this one included.
         queue: u32,
     },
-    /// No slot free and no room to wait; nothing is kept.
+    /// Refused; nothing is kept.
+    Shed {
+        /// What refused.
+        by: Refuser,
+        /// What it said.
+        why: Shed,
+    },
+    /// The store has no memory left for more entries of a rate; nothing is kept.
+    NoMemory,
+}
+
+/// What refuses: the want or the rate of this index.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Refuser {
+    /// A set.
+    Want(u32),
+    /// A rate.
+    Rate(u32),
+}
+
+/// Why nothing is given.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Shed {
+    /// No slot free and no room to wait.
     Full {
-        /// Index of the want.
-        at: u32,
-        /// Waiters in that queue.
+        /// Waiters of this class and higher ones in that queue.
         queue: u32,
     },
-    /// Nobody is admitted yet and the request may not wait; nothing is kept.
-    Recovering {
-        /// Index of the want.
-        at: u32,
-    },
-    /// More slots than the set has for this class; nothing is kept.
-    TooHeavy {
-        /// Index of the want.
-        at: u32,
+    /// Nobody is admitted yet and the request may not wait.
+    Recovering,
+    /// More slots than the set has for this class.
+    TooHeavy,
+    /// The window is full.
+    RateLimited {
+        /// When the next request fits, ms from now.
+        after: u32,
     },
 }
 
@@ -195,6 +273,15 @@ pub enum Renewed {
     Readded,
 }
 
+/// What an instance is told without having asked.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Notice {
+    /// A waiter of its own was granted a slot, or should ask again for another reason.
+    Granted,
+    /// A waiter of its own had to go, for one of a higher class.
+    Displaced,
+}
+
 /// The answer to acquires.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct AcquireReply {
@@ -204,6 +291,8 @@ pub struct AcquireReply {
     pub outcomes: Vec<Acquired>,
     /// Waiters of the caller that were granted on the way, with a full lease; later than an outcome that says otherwise.
     pub granted: Vec<Uuid>,
+    /// Waiters of the caller that had to go for others.
+    pub displaced: Vec<Uuid>,
 }
 
 /// The answer to releases.
@@ -233,7 +322,7 @@ pub struct BeatReply {
 }
 
 /// A set as the store sees it.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct SetState {
     /// N in force: the lowest claimed by living instances.
     pub slots: u32,
@@ -245,6 +334,8 @@ pub struct SetState {
     pub mine: u32,
     /// The lease in force, ms.
     pub lease: i64,
+    /// The override in force, or the last that was.
+    pub order: Option<Override>,
 }
 
 /// The caller's connection isn't its newest; nothing was applied.
@@ -259,8 +350,17 @@ pub struct Ledger {
     sets: HashMap<Arc<str>, Set>,
     /// Who would hear a push.
     pub(crate) listeners: HashSet<Uuid>,
-    /// Pushes to deliver: instance and granted id.
-    pub(crate) pushes: Vec<(Uuid, Uuid)>,
+    /// Pushes to deliver: instance, id, and what of it.
+    pub(crate) pushes: Vec<(Uuid, Uuid, Notice)>,
+    /// Per value of a rate's key: when requests passed.
+    rates: HashMap<Arc<str>, Window>,
+}
+
+/// When requests passed, in order, and how long that counts, ms.
+#[derive(Debug, Default)]
+struct Window {
+    length: i64,
+    passed: BTreeSet<(i64, Uuid)>,
 }
 
 /// What the store remembers of the whole fleet.
@@ -282,8 +382,12 @@ struct Context<'a> {
     fleet: &'a mut Fleet,
     instances: &'a HashMap<Uuid, i64>,
     listeners: &'a HashSet<Uuid>,
-    pushes: &'a mut Vec<(Uuid, Uuid)>,
+    pushes: &'a mut Vec<(Uuid, Uuid, Notice)>,
+    rates: &'a mut HashMap<Arc<str>, Window>,
     granted: Vec<Uuid>,
+    displaced: Vec<Uuid>,
+    /// Waiters of the caller that should ask again.
+    again: Vec<Uuid>,
 }
 
 impl Ledger {
@@ -305,7 +409,12 @@ impl Ledger {
             outcomes.push(acquire_one(sets, &mut context, acquire));
         }
         finish_all(sets, &mut context, &used);
-        Ok(AcquireReply { stamp: context.stamp(), outcomes, granted: context.granted })
+        Ok(AcquireReply {
+            stamp: context.stamp(),
+            outcomes,
+            granted: context.granted,
+            displaced: context.displaced,
+        })
     }
 
     /// Applies releases in order, then hands what became free to the best waiters.
@@ -323,7 +432,7 @@ impl Ledger {
         let used = open_all(sets, &mut context, releases.iter().map(|release| &release.ask));
         let mut outcomes = Vec::with_capacity(releases.len());
         for release in releases {
-            outcomes.push(release_one(sets, release));
+            outcomes.push(release_one(sets, &mut context, release));
         }
         for spec in &used {
             set_of(sets, spec).grant(&mut context, spec);
@@ -362,8 +471,10 @@ impl Ledger {
         for beat in &heartbeat.beats {
             let spec = &beat.set;
             let set = open(sets, &mut context, spec);
+            set.obey(beat);
             set.refresh(&mut context, spec);
             set.forget_the_gone(&mut context, heartbeat.leaving);
+            set.drop_too_heavy(&mut context, spec);
             for renew in &beat.renew {
                 reply.renewed.push(set.renew(&mut context, spec, renew));
             }
@@ -372,7 +483,11 @@ impl Ledger {
             set.grant(&mut context, spec);
             set.finish(&mut context, spec);
             reply.sets.push(set.state(&context));
+            if spec.keyed && set.is_idle() {
+                sets.remove(&spec.key);
+            }
         }
+        reply.pending.append(&mut context.again);
         reply.stamp = context.stamp();
         reply.granted = context.granted;
         Ok(reply)
@@ -429,7 +544,10 @@ impl Ledger {
             instances: &self.instances,
             listeners: &self.listeners,
             pushes: &mut self.pushes,
+            rates: &mut self.rates,
             granted: Vec::new(),
+            displaced: Vec::new(),
+            again: Vec::new(),
         };
         (&mut self.sets, context)
     }
@@ -445,6 +563,54 @@ impl Context<'_> {
     /// Its own outcome tells of a grant to a request of this operation.
     fn tell_by_outcome(&mut self, id: Uuid) {
         self.granted.retain(|granted| *granted != id);
+    }
+
+    /// Counts a request in a window, or says when it would fit. One exactly a window old still counts.
+    fn pass_rate(&mut self, rate: &RateSpec, acquire: &Acquire) -> Result<(), Shed> {
+        let (id, oldest) = (acquire.ask.id, self.now - rate.window);
+        if !self.rates.contains_key(&rate.key) {
+            self.rates.insert(Arc::clone(&rate.key), Window::default());
+        }
+        let window = self.rates.get_mut(&rate.key).expect("just put there");
+        window.length = rate.window;
+        while let Some(&(at, _)) = window.passed.first()
+            && at < oldest
+        {
+            window.passed.pop_first();
+        }
+        if acquire.again && window.passed.iter().any(|(_, passed)| *passed == id) {
+            return Ok(());
+        }
+        if let Some(over) = window.passed.len().checked_sub(rate.requests as usize) {
+            let next = window.passed.iter().nth(over).map_or(oldest, |(at, _)| *at);
+            let after = next + rate.window + 1 - self.now;
+            return Err(Shed::RateLimited { after: after.max(0) as u32 });
+        }
+        window.passed.insert((self.now, id));
+        Ok(())
+    }
+
+    /// Takes the entries of a request that wasn't admitted out again.
+    fn refund(&mut self, rates: &[RateSpec], id: Uuid) {
+        for rate in rates {
+            if let Some(window) = self.rates.get_mut(&rate.key) {
+                window.passed.retain(|(_, passed)| *passed != id);
+            }
+        }
+    }
+
+    /// Tells an instance of one of its waiters; the caller hears in the reply.
+    fn notify(&mut self, instance: Uuid, id: Uuid, notice: Notice) {
+        if instance == self.caller.instance {
+            match notice {
+                Notice::Granted => self.again.push(id),
+                Notice::Displaced => self.displaced.push(id),
+            }
+        } else if self.fleet.subscribed.get(&instance) == Some(&true)
+            && self.listeners.contains(&instance)
+        {
+            self.pushes.push((instance, id, notice));
+        }
     }
 
     fn living(&self, instance: Uuid) -> bool {
@@ -463,28 +629,49 @@ fn acquire_one(
     context: &mut Context<'_>,
     acquire: &Acquire,
 ) -> Acquired {
-    let wants = &acquire.ask.wants;
-    for (index, want) in wants.iter().enumerate() {
-        let at = index as u32;
-        let outcome = match set_of(sets, &want.set).take(context, &want.set, acquire, want.weight) {
+    let (ask, mut shadow) = (&acquire.ask, None);
+    for (index, rate) in ask.rates.iter().enumerate() {
+        let by = Refuser::Rate(index as u32);
+        match context.pass_rate(rate, acquire) {
+            Ok(()) => {}
+            Err(why) if rate.shadow => shadow = shadow.or(Some((by, why))),
+            Err(why) => {
+                context.refund(&ask.rates[..index], ask.id);
+                return Acquired::Shed { by, why };
+            }
+        }
+    }
+    for (index, want) in ask.wants.iter().enumerate() {
+        let by = Refuser::Want(index as u32);
+        let why = match set_of(sets, &want.set).take(context, &want.set, acquire, want.weight) {
             Take::Taken => continue,
-            Take::Waiting { queue } => return Acquired::Waiting { at, queue },
-            Take::Full { queue } => Acquired::Full { at, queue },
-            Take::Recovering => Acquired::Recovering { at },
-            Take::TooHeavy => Acquired::TooHeavy { at },
+            Take::Shadowed(why) => {
+                shadow = shadow.or(Some((by, why)));
+                continue;
+            }
+            Take::Waiting { queue } => return Acquired::Waiting { at: index as u32, queue },
+            Take::Shed(why) => why,
         };
-        for earlier in &wants[..index] {
+        for earlier in &ask.wants[..index] {
             let set = set_of(sets, &earlier.set);
-            set.give_back(acquire.ask.id, acquire.ask.class, true);
+            set.give_back(ask.id, ask.class, true);
             set.grant(context, &earlier.set);
         }
-        return outcome;
+        context.refund(&ask.rates, ask.id);
+        return Acquired::Shed { by, why };
     }
-    Acquired::Granted
+    shadow.map_or(Acquired::Granted, |(by, why)| Acquired::Shadowed { by, why })
 }
 
-fn release_one(sets: &mut HashMap<Arc<str>, Set>, release: &Release) -> Released {
+fn release_one(
+    sets: &mut HashMap<Arc<str>, Set>,
+    context: &mut Context<'_>,
+    release: &Release,
+) -> Released {
     let ask = &release.ask;
+    if release.refund {
+        context.refund(&ask.rates, ask.id);
+    }
     let mut outcome = Released::Unknown;
     for want in ask.wants.iter() {
         let one = set_of(sets, &want.set).give_back(ask.id, ask.class, release.queued);
@@ -517,7 +704,11 @@ fn finish_all(
     used: &[&Arc<SetSpec>],
 ) {
     for spec in used {
-        set_of(sets, spec).finish(context, spec);
+        let set = set_of(sets, spec);
+        set.finish(context, spec);
+        if spec.keyed && set.is_idle() {
+            sets.remove(&spec.key);
+        }
     }
 }
 

@@ -19,8 +19,9 @@ mod tests;
 pub use self::{memory::MemoryStore, redis::RedisStore};
 
 pub use crate::ledger::{
-    Acquire, AcquireReply, Acquired, Ask, Beat, BeatReply, Caller, Heartbeat, Release,
-    ReleaseReply, Released, Renew, Renewed, SetSpec, SetState, SetStatus, Stale, Stamp, Want,
+    Acquire, AcquireReply, Acquired, Ask, Beat, BeatReply, Caller, ClassSpec, Heartbeat, Notice,
+    Override, RateSpec, Refuser, Release, ReleaseReply, Released, Renew, Renewed, SetSpec,
+    SetState, SetStatus, Shed, Stale, Stamp, Want,
 };
 
 /// A future that a trait object can return.
@@ -78,8 +79,10 @@ pub type Push = Arc<dyn Fn(Event) + Send + Sync>;
 /// What a subscription tells.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Event {
-    /// This waiter was granted a slot.
+    /// This waiter was granted a slot, or should ask again for another reason.
     Granted(Uuid),
+    /// This waiter had to go for one of a higher class.
+    Displaced(Uuid),
     /// The subscription works from now on.
     Subscribed,
     /// The subscription is down; grants are collected by heartbeats meanwhile.

@@ -18,7 +18,7 @@ local gap, presence, channel = tonumber(ARGV[4]), tonumber(ARGV[5]), ARGV[6]
 local facts, arg = {'last', 'recovery', 'epoch:' .. me}, 8
 for i = 1, tonumber(ARGV[7]) do
   facts[3 + i] = 'live:' .. ARGV[arg]
-  arg = arg + 8 + 2 * ARGV[arg + 7]
+  arg = arg + 10 + 3 * ARGV[arg + 9]
 end
 facts = redis.call('HMGET', fleet, unpack(facts))
 local newest = tonumber(facts[3] or '0')

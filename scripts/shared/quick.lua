@@ -1,10 +1,10 @@
 -- Shared by acquire and release: what their short ways begin with. They take the calls that most calls are: one set,
--- weight 1, nobody waits. Everything else, and every doubt, is left to the rest of the script, which says the same at length.
+-- without a key, weight 1, nobody waits. Everything else, and every doubt, is left to the rest of the script, which says the same at length.
 -- Leaves behind: meta (slots, lease and waiters of the only set), used, live.
 
 local meta, used, live
 local nobody_waits = false
-if ARGV[7] == '1' then
+if ARGV[7] == '1' and ARGV[15] == '0' then
   meta = redis.call('HMGET', KEYS[4], 'slots', 'lease', 'waiting')
   used, live = redis.call('ZCARD', KEYS[3]), tonumber(facts[4] or '0')
   -- A set that is gone while its live_until lies ahead was lost.

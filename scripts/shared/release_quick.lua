@@ -1,11 +1,11 @@
 -- Shared by release alone: its short way. No id was ever in a queue.
 
 local function release_quick()
-  for at = arg, #ARGV, 6 do
-    if ARGV[at + 2] ~= '0' or ARGV[at + 3] ~= '1' or ARGV[at + 5] ~= '1' then return nil end
+  for at = arg, #ARGV, 7 do
+    if ARGV[at + 2] ~= '0' or ARGV[at + 3] ~= '0' or ARGV[at + 4] ~= '1' or ARGV[at + 6] ~= '1' then return nil end
   end
   local answer, gone = {now, recovery, 0}, {}
-  for at = arg, #ARGV, 6 do
+  for at = arg, #ARGV, 7 do
     local released = redis.call('ZREM', KEYS[3], ARGV[at])
     if released == 1 then gone[#gone + 1] = ARGV[at] end
     answer[#answer + 1] = released == 1 and 0 or 2

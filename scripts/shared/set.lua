@@ -5,14 +5,15 @@ do
   local key, at = 3, 8
   for i = 1, tonumber(ARGV[7]) do
     local set = {
-      name = ARGV[at], claim = ARGV[at + 1] .. ' ' .. ARGV[at + 2],
-      grant_ttl = ARGV[at + 3], recovery = ARGV[at + 4], queue = ARGV[at + 5], ageing = ARGV[at + 6],
+      name = ARGV[at], claim = ARGV[at + 1] .. ' ' .. ARGV[at + 2], claimed = tonumber(ARGV[at + 1]), own_lease = ARGV[at + 2],
+      grant_ttl = ARGV[at + 3], recovery = ARGV[at + 4], queue = tonumber(ARGV[at + 5]), ageing = ARGV[at + 6],
+      keyed = ARGV[at + 7] == '1', shadow = ARGV[at + 8] == '1',
       slots = KEYS[key], meta = KEYS[key + 1], info = KEYS[key + 2],
-      -- Of class c: its queue is KEYS[queues + c], its name ARGV[names + 2 * c], its share ARGV[shares + 2 * c].
-      classes = tonumber(ARGV[at + 7]), queues = key + 2, names = at + 6, shares = at + 7,
+      -- Of class c: its queue is KEYS[queues + c]; its name, share and room to wait are ARGV[names + 3 * c] and the next two.
+      classes = tonumber(ARGV[at + 9]), queues = key + 2, names = at + 7,
       live = tonumber(facts[3 + i] or '0'), till = 0,
     }
-    key, at = key + 3 + set.classes, at + 8 + 2 * set.classes
+    key, at = key + 3 + set.classes, at + 10 + 3 * set.classes
     sets[i] = set
   end
 end
@@ -28,7 +29,7 @@ local function seen_within(instance, time)
 end
 
 local function cap(set, class)
-  return math.min(set.n, math.max(1, math.floor(tonumber(ARGV[set.shares + 2 * class]) * set.n)))
+  return math.min(set.n, math.max(1, math.floor(tonumber(ARGV[set.names + 1 + 3 * class]) * set.n)))
 end
 
 local function recovering(set)
@@ -45,6 +46,22 @@ local function claims_of(set)
   return claims
 end
 
+-- The slots in force, where the claims alone would say this. A claim of anything that wasn't claimed when an operator
+-- set the slots ends that. The override is kept as text: version, slots or -, and the claims with commas around each.
+local function overridden(set, claims, claimed)
+  local order = redis.call('HGET', set.meta, 'override')
+  if not order then return claimed end
+  local version, slots, known = string.match(order, '^(%d+) (%S+) (%S+)$')
+  if slots == '-' then return claimed end
+  for _, claim in pairs(claims) do
+    if not string.find(known, ',' .. string.match(claim, '^%d+') .. ',', 1, true) then
+      redis.call('HSET', set.meta, 'override', (version + 1) .. ' - -')
+      return claimed
+    end
+  end
+  return tonumber(slots)
+end
+
 -- N in force = the lowest claim of living instances. Lease in force = the longest of those seen within it.
 local function settle_policy(set, claims)
   local slots, lease
@@ -55,11 +72,14 @@ local function settle_policy(set, claims)
     if (instance == me or seen_within(instance, l)) and (not lease or l > lease) then lease = l end
   end
   if not slots or not lease then return end
+  slots = overridden(set, claims, slots)
   if set.n and set.lease ~= lease then recovery = now end
+  local lowered = set.n and slots < set.n
   if set.n ~= slots or set.lease ~= lease then
     set.n, set.lease, set.purged = slots, lease, false
     redis.call('HSET', set.meta, 'slots', slots, 'lease', lease)
   end
+  if lowered and slots > 0 then set.lowered = true end
 end
 
 -- Drops members whose lease is over: before anyone is refused, made to wait, or granted a slot.
@@ -78,6 +98,17 @@ local function claim_policy(set)
   settle_policy(set, claims_of(set))
 end
 
+-- Tells an instance of one of its waiters; the caller hears in the reply. Without a subscription it finds out by counting.
+local again, displaced = {}, {}
+local function notify(instance, id, notice)
+  if instance == me then
+    local list = notice == '-' and displaced or again
+    list[#list + 1] = id
+  elseif redis.call('HGET', fleet, 'sub:' .. instance) == '1' then
+    redis.pcall('PUBLISH', channel .. instance, notice .. id)
+  end
+end
+
 -- Every operation on a set starts here. What was read of it already is taken from there.
 local function open(set, meta, used)
   meta = meta or redis.call('HMGET', set.meta, 'slots', 'lease', 'waiting')
@@ -88,6 +119,13 @@ local function open(set, meta, used)
   if lost then
     recovery, set.live, set.forget_live = now, 0, true
   end
+end
+
+-- Waiters of this class and higher ones.
+local function line(set, class)
+  local count = 0
+  for c = 1, class do count = count + redis.call('ZCARD', KEYS[set.queues + c]) end
+  return count
 end
 
 -- The members of a holder of weight w: id, id~2 … id~w.
@@ -115,7 +153,7 @@ local function remove_slot(set, id, weight)
 end
 
 local function put_info(set, id, instance, class, weight, at, route)
-  local name = ARGV[set.names + 2 * class]
+  local name = ARGV[set.names + 3 * class]
   redis.call('HSET', set.info, id, instance .. ' ' .. name .. ' ' .. weight .. ' ' .. at .. ' ' .. route)
 end
 
@@ -143,6 +181,21 @@ local function dequeue(set, id, class)
   return true
 end
 
+-- After the slots were lowered: waiters that will never fit ask again, and are told so.
+local function drop_too_heavy(set)
+  set.lowered = false
+  for class = 1, set.classes do
+    local limit = cap(set, class)
+    for _, id in ipairs(redis.call('ZRANGE', KEYS[set.queues + class], 0, -1)) do
+      local info = info_of(set, id)
+      if info and info.weight > limit then
+        dequeue(set, id, class)
+        notify(info.instance, id, '')
+      end
+    end
+  end
+end
+
 -- Returns 0 released, 1 dequeued, 2 unknown.
 local function give_back(set, id, class, weight, queued)
   if queued then redis.call('HDEL', set.meta, 'pending:' .. id) end
@@ -160,7 +213,17 @@ end
 -- Returns {now, start of recovery, number of granted, granted ids …, rest …}
 local function conclude(granted, rest)
   for _, set in ipairs(sets) do
-    local none = set.removed and (set.used == 0 or redis.call('HLEN', set.info) == 0)
+    local idle = set.keyed and set.used == 0 and set.waiting == 0
+    if idle then
+      redis.call('DEL', set.slots, set.meta, set.info)
+    elseif set.keyed then
+      local ttl = 2 * set.lease
+      redis.call('PEXPIRE', set.slots, ttl)
+      redis.call('PEXPIRE', set.meta, ttl)
+      redis.call('PEXPIRE', set.info, ttl)
+      for class = 1, set.classes do redis.call('PEXPIRE', KEYS[set.queues + class], ttl) end
+    end
+    local none = idle or (set.removed and (set.used == 0 or redis.call('HLEN', set.info) == 0))
     if none or (set.forget_live and set.till == 0) then
       redis.call('HDEL', fleet, 'live:' .. set.name)
     elseif set.till > set.live then

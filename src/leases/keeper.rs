@@ -13,8 +13,8 @@ use uuid::Uuid;
 
 use super::{Lease, Outlook};
 use crate::store::{
-    Acquire, Acquired, Ask, Beat, BeatReply, Call, Caller, Event, Heartbeat, Release, Renew,
-    Renewed, Reply, SetSpec, SetState, Stamp, StoreError, Want,
+    Acquire, Acquired, Ask, Beat, BeatReply, Call, Caller, Event, Heartbeat, Refuser, Release,
+    Renew, Renewed, Reply, SetSpec, SetState, Shed, Stamp, StoreError, Want,
 };
 
 /// How many requests, and how many releases, go into one call.
@@ -23,6 +23,10 @@ const BATCH: usize = 128;
 const RENEWALS_PER_CALL: usize = 512;
 /// How much a new hold time counts in the mean.
 const HOLD_SMOOTHING: f64 = 0.1;
+/// How much a new arrival rate counts in the mean.
+const ARRIVALS_SMOOTHING: f64 = 0.2;
+/// So many holds must have been measured before anyone is judged by them.
+const SAMPLES_TO_JUDGE: u32 = 50;
 /// So many failures in a row and nobody waits for the store any more.
 const FAILURES_TO_GIVE_UP: u32 = 3;
 
@@ -50,8 +54,8 @@ pub struct LimitSettings {
     pub set: Arc<SetSpec>,
     /// Between two renewals, at most.
     pub renew: Duration,
-    /// How long a request may wait.
-    pub queue_timeout: Duration,
+    /// How long a request of each class may wait.
+    pub queue_timeouts: Vec<Duration>,
 }
 
 /// A request wasn't given its slots; nothing of it is kept.
@@ -59,9 +63,11 @@ pub struct LimitSettings {
 pub struct Refused {
     /// Why.
     pub why: Why,
-    /// Index of the limit.
+    /// Index of the limit that refused, if one did.
     pub limit: Option<usize>,
-    /// How long a newcomer would wait, where hold times were measured.
+    /// Index of the rate that refused, if one did.
+    pub rate: Option<usize>,
+    /// How long a newcomer would wait, where hold times were measured; exactly when a rate has room again.
     pub expected_wait: Option<Duration>,
 }
 
@@ -70,12 +76,18 @@ pub struct Refused {
 pub enum Why {
     /// No slot and no room to wait.
     Full,
+    /// It waited, and had to go for a request of a higher class.
+    Displaced,
     /// Waited for as long as one may.
     QueueTimeout,
+    /// It would not have been served before its deadline.
+    Deadline,
     /// Nobody is admitted yet and the request may not wait.
     Recovering,
     /// More slots than there are.
     TooHeavy,
+    /// Too many requests in the rate's window.
+    RateLimited,
     /// The store doesn't answer.
     StoreDown,
     /// This instance is stopping.
@@ -85,7 +97,18 @@ pub enum Why {
 /// What handles tell the keeper.
 #[derive(Debug)]
 pub(super) enum Message {
-    Acquire { ask: Ask, asked: Instant, answer: oneshot::Sender<Result<Lease, Refused>> },
+    Acquire {
+        ask: Ask,
+        asked: Instant,
+        deadline: Option<Instant>,
+        answer: oneshot::Sender<Result<Lease, Refused>>,
+    },
+    /// An operator's order: other slots, or none to end that. Answered once the store has it.
+    SetSlots {
+        limit: usize,
+        slots: Option<u32>,
+        done: oneshot::Sender<()>,
+    },
     Release(Uuid),
     Event(Event),
     Drain,
@@ -98,6 +121,8 @@ pub(super) struct Answer {
     pub(super) id: Uuid,
     pub(super) to: oneshot::Sender<Result<Lease, Refused>>,
     pub(super) outcome: Result<Instant, Refused>,
+    /// What a limit or rate in shadow mode would have said.
+    pub(super) shadow: Option<Refused>,
 }
 
 /// The keeper of one instance.
@@ -115,6 +140,10 @@ pub(super) struct Keeper {
     deadlines: BTreeSet<(Instant, Uuid)>,
     answers: Vec<Answer>,
     spare: Vec<Message>,
+    /// Who waits for an order to reach the store.
+    orders: Vec<oneshot::Sender<()>>,
+    /// When the sets were last seen.
+    seen_at: Instant,
     next_beat: Instant,
     /// Holders not confirmed since then are renewed at once.
     renew_since: Instant,
@@ -141,6 +170,12 @@ struct LimitState {
     seen: SetState,
     local: u32,
     hold: Option<f64>,
+    /// How many holds were measured.
+    samples: u32,
+    /// Requests since the last heartbeat, and per second.
+    arrivals: u32,
+    arrival_rate: f64,
+    order: Option<Option<u32>>,
 }
 
 /// The store's latest recovery, in this instance's time.
@@ -181,6 +216,10 @@ struct Entry {
     /// When the last renewal was sent.
     renewed: Instant,
     taken: Instant,
+    /// The slots were handed over once.
+    admitted: bool,
+    /// When the client gives up by itself.
+    patience: Option<Instant>,
     deadline: Option<Instant>,
 }
 
@@ -202,7 +241,11 @@ enum Phase {
 
 impl Refused {
     /// The keeper is gone: only while the process ends.
-    pub(super) const GONE: Self = Self { why: Why::Draining, limit: None, expected_wait: None };
+    pub(super) const GONE: Self = Self::of(Why::Draining);
+
+    const fn of(why: Why) -> Self {
+        Self { why, limit: None, rate: None, expected_wait: None }
+    }
 }
 
 fn ms(duration: Duration) -> i64 {
@@ -232,6 +275,8 @@ impl Keeper {
             deadlines: BTreeSet::new(),
             answers: Vec::new(),
             spare: Vec::new(),
+            orders: Vec::new(),
+            seen_at: now,
             next_beat: now,
             renew_since: now,
             reasserting: false,
@@ -269,10 +314,6 @@ impl Keeper {
     pub(super) fn has_left(&self) -> bool {
         self.leaving == Leaving::Done
     }
-
-    fn limit_of(&self, set: &SetSpec) -> Option<usize> {
-        self.settings.limits.iter().position(|limit| limit.set.key == set.key)
-    }
 }
 
 // === impl Keeper: messages ===
@@ -280,9 +321,18 @@ impl Keeper {
 impl Keeper {
     pub(super) fn read(&mut self, message: Message, now: Instant) {
         match message {
-            Message::Acquire { ask, asked, answer } => self.on_acquire(ask, asked, answer, now),
+            Message::Acquire { ask, asked, deadline, answer } => {
+                let entry = Entry::new(ask, Phase::New, asked, now);
+                self.on_acquire(Entry { answer: Some(answer), patience: deadline, ..entry });
+            }
+            Message::SetSlots { limit, slots, done } => {
+                self.limits[limit].order = Some(slots);
+                self.orders.push(done);
+                self.next_beat = now;
+            }
             Message::Release(id) => self.on_release(id, now),
             Message::Event(Event::Granted(id)) => self.on_push(id, now),
+            Message::Event(Event::Displaced(id)) => self.on_displaced(id, now),
             Message::Event(event @ (Event::Subscribed | Event::Unsubscribed)) => {
                 self.subscribed = event == Event::Subscribed;
                 self.next_beat = now;
@@ -296,40 +346,21 @@ impl Keeper {
         }
     }
 
-    fn on_acquire(
-        &mut self,
-        ask: Ask,
-        asked: Instant,
-        answer: oneshot::Sender<Result<Lease, Refused>>,
-        now: Instant,
-    ) {
-        let id = ask.id;
-        let why = if self.draining {
-            Some(Why::Draining)
-        } else if self.down {
-            Some(Why::StoreDown)
-        } else {
-            None
+    fn on_acquire(&mut self, mut entry: Entry) {
+        let id = entry.ask.id;
+        let why = match (self.draining, self.down) {
+            (true, _) => Some(Why::Draining),
+            (_, true) => Some(Why::StoreDown),
+            _ => None,
         };
-        if let Some(why) = why {
-            let outcome = Err(Refused { why, limit: None, expected_wait: None });
-            self.answers.push(Answer { id, to: answer, outcome });
+        if let (Some(why), Some(to)) = (why, entry.answer.take_if(|_| why.is_some())) {
+            let outcome = Err(Refused::of(why));
+            self.answers.push(Answer { id, to, outcome, shadow: None });
             return;
         }
-        let entry = Entry {
-            ask,
-            phase: Phase::New,
-            answer: Some(answer),
-            asked,
-            again: false,
-            queued: false,
-            pushed: false,
-            held: 0,
-            confirmed: now,
-            renewed: now,
-            taken: now,
-            deadline: None,
-        };
+        for want in entry.ask.wants.iter() {
+            self.limits[want.set.limit].arrivals += 1;
+        }
         self.entries.insert(id, entry);
         self.new.push_back(id);
     }
@@ -368,9 +399,9 @@ impl Keeper {
 
     fn count_hold(&mut self, wants: &[Want], held_for: Duration) {
         for want in wants {
-            let Some(limit) = self.limit_of(&want.set) else { continue };
-            let state = &mut self.limits[limit];
+            let state = &mut self.limits[want.set.limit];
             state.local = state.local.saturating_sub(want.weight);
+            state.samples = state.samples.saturating_add(1);
             let seconds = held_for.as_secs_f64();
             state.hold = Some(match state.hold {
                 Some(mean) => mean + HOLD_SMOOTHING * (seconds - mean),
@@ -391,6 +422,22 @@ impl Keeper {
         }
     }
 
+    /// One of our waiters had to go for another's.
+    fn on_displaced(&mut self, id: Uuid, now: Instant) {
+        let Some(entry) = self.entries.get(&id) else { return };
+        if !matches!(entry.phase, Phase::Waiting | Phase::Asked | Phase::New) {
+            return;
+        }
+        let at = entry.held.min(entry.ask.wants.len() - 1);
+        let limit = entry.ask.wants[at].set.limit;
+        let wait = self.expected_wait(limit, self.limits[limit].seen.waiting);
+        self.refuse(
+            id,
+            Refused { limit: Some(limit), expected_wait: wait, ..Refused::of(Why::Displaced) },
+        );
+        self.on_release(id, now);
+    }
+
     fn ask_again(&mut self, id: Uuid) {
         if let Some(entry) = self.entries.get_mut(&id) {
             entry.phase = Phase::New;
@@ -402,28 +449,17 @@ impl Keeper {
 
     /// A slot was granted to an id that nobody here knows: it goes back, whichever set it is of.
     fn return_stray(&mut self, id: Uuid, now: Instant) {
-        let wants = self.settings.limits.iter();
+        let wants = self.settings.limits.iter().filter(|limit| !limit.set.keyed);
         let wants = wants.map(|limit| Want { set: Arc::clone(&limit.set), weight: 1 }).collect();
-        let ask = Ask { id, wants, class: 0, route: Arc::from("-") };
+        let rates = Arc::from([]);
+        let ask = Ask { id, wants, rates, class: 0, route: Arc::from("-") };
         self.return_unknown(ask, now);
     }
 
     fn return_unknown(&mut self, ask: Ask, now: Instant) {
         let id = ask.id;
-        let entry = Entry {
-            ask,
-            phase: Phase::Leaving,
-            answer: None,
-            asked: now,
-            again: true,
-            queued: true,
-            pushed: false,
-            held: 0,
-            confirmed: now,
-            renewed: now,
-            taken: now,
-            deadline: None,
-        };
+        let entry =
+            Entry { again: true, queued: true, ..Entry::new(ask, Phase::Leaving, now, now) };
         self.entries.insert(id, entry);
         self.gone.push_back(id);
     }
@@ -437,16 +473,15 @@ impl Keeper {
             .map(|(&id, _)| id)
             .collect();
         for id in asking {
-            self.refuse(id, Why::Draining, None, None);
+            self.refuse(id, Refused::of(Why::Draining));
             self.on_release(id, now);
         }
     }
 
     /// Tells a request no. Its entry stays for whoever has to give things back.
-    fn refuse(&mut self, id: Uuid, why: Why, limit: Option<usize>, wait: Option<Duration>) {
+    fn refuse(&mut self, id: Uuid, refused: Refused) {
         if let Some(to) = self.entries.get_mut(&id).and_then(|entry| entry.answer.take()) {
-            let outcome = Err(Refused { why, limit, expected_wait: wait });
-            self.answers.push(Answer { id, to, outcome });
+            self.answers.push(Answer { id, to, outcome: Err(refused), shadow: None });
         }
     }
 }
@@ -467,20 +502,28 @@ impl Keeper {
             self.deadlines.pop_first();
             let Some(entry) = self.entries.get_mut(&id) else { continue };
             entry.deadline = None;
-            let at = entry.held.min(entry.ask.wants.len() - 1);
-            let set = Arc::clone(&entry.ask.wants[at].set);
-            let asked = entry.asked;
-            let Some(limit) = self.limit_of(&set) else { continue };
-            let paused = self.recovery.overlap(limit, asked, now);
-            let later = asked + self.settings.limits[limit].queue_timeout + paused;
+            let (limit, later) = self.deadline_of(id, now);
             if later > now {
                 self.wait_until(id, later);
                 continue;
             }
-            let wait = self.expected_wait(limit, self.limits[limit].seen.waiting);
-            self.refuse(id, Why::QueueTimeout, Some(limit), wait);
+            let patience = self.entries.get(&id).and_then(|entry| entry.patience);
+            let out_of_patience = patience.is_some_and(|patience| patience <= now);
+            let why = if out_of_patience { Why::Deadline } else { Why::QueueTimeout };
+            let expected_wait = self.expected_wait(limit, self.limits[limit].seen.waiting);
+            self.refuse(id, Refused { limit: Some(limit), expected_wait, ..Refused::of(why) });
             self.on_release(id, now);
         }
+    }
+
+    /// Which limit a request waits at, and when it gives up. Time spent in recovery doesn't count, but to the client it does.
+    fn deadline_of(&self, id: Uuid, now: Instant) -> (usize, Instant) {
+        let entry = &self.entries[&id];
+        let at = entry.held.min(entry.ask.wants.len() - 1);
+        let limit = entry.ask.wants[at].set.limit;
+        let timeout = self.settings.limits[limit].queue_timeouts[entry.ask.class];
+        let later = entry.asked + timeout + self.recovery.overlap(limit, entry.asked, now);
+        (limit, entry.patience.map_or(later, |patience| later.min(patience)))
     }
 
     fn wait_until(&mut self, id: Uuid, deadline: Instant) {
@@ -552,6 +595,7 @@ impl Keeper {
     /// The connection broke: every outcome that is missing is unknown, and asked for again.
     pub(super) fn disconnected(&mut self, failures: u32) {
         self.connected = false;
+        self.orders.clear();
         self.down |= failures >= FAILURES_TO_GIVE_UP;
         let mut asking = Vec::new();
         for (&id, entry) in &mut self.entries {
@@ -587,7 +631,7 @@ impl Keeper {
             let Some(entry) = self.entries.get(&id) else { continue };
             let impatient = self.down || now.duration_since(entry.asked) >= patience;
             if entry.phase == Phase::New && !entry.queued && impatient {
-                self.refuse(id, Why::StoreDown, None, None);
+                self.refuse(id, Refused::of(Why::StoreDown));
                 self.on_release(id, now);
             }
         }
@@ -631,8 +675,11 @@ impl Keeper {
             let Some(entry) = self.entries.get_mut(&id) else { continue };
             if entry.phase == Phase::Leaving {
                 entry.phase = Phase::Releasing;
-                call.releases
-                    .push(Release { ask: entry.ask.clone(), queued: entry.queued || entry.again });
+                call.releases.push(Release {
+                    ask: entry.ask.clone(),
+                    queued: entry.queued || entry.again,
+                    refund: !entry.admitted && !entry.ask.rates.is_empty(),
+                });
             }
         }
     }
@@ -659,35 +706,27 @@ impl Keeper {
         let pace = if self.subscribed { 1 } else { 4 };
         self.next_beat = now + self.settings.heartbeat / pace;
         self.reasserting = false;
-        let mut beats: Vec<Beat> = self
-            .settings
-            .limits
-            .iter()
-            .map(|limit| Beat { set: Arc::clone(&limit.set), renew: Vec::new() })
-            .collect();
+        let mut beats = Beats::of_limits(&self.settings.limits, &mut self.limits);
         let mut renewals = 0;
         for entry in self.entries.values_mut() {
-            if matches!(entry.phase, Phase::Leaving | Phase::Releasing) || entry.held == 0 {
+            if matches!(entry.phase, Phase::Leaving | Phase::Releasing) {
                 continue;
             }
             let mut due = false;
             for want in &entry.ask.wants[..entry.held] {
-                let limit =
-                    self.settings.limits.iter().position(|limit| limit.set.key == want.set.key);
-                let Some(limit) = limit else { continue };
-                let every =
-                    self.settings.limits[limit].renew.saturating_sub(self.settings.heartbeat);
+                let every = self.settings.limits[want.set.limit].renew;
+                let every = every.saturating_sub(self.settings.heartbeat);
                 let last = entry.confirmed.max(entry.renewed);
                 if last >= self.renew_since && now.duration_since(last) < every {
                     continue;
                 }
                 due = true;
                 let lapsed = ms(now.duration_since(entry.confirmed)) > want.set.lease;
-                beats[limit].renew.push(Renew {
-                    ask: entry.ask.clone(),
-                    weight: want.weight,
-                    lapsed,
-                });
+                let renew = Renew { ask: entry.ask.clone(), weight: want.weight, lapsed };
+                beats.of(&want.set).renew.push(renew);
+            }
+            if entry.phase == Phase::Waiting && entry.ask.wants[entry.held].set.keyed {
+                beats.of(&entry.ask.wants[entry.held].set);
             }
             if due {
                 entry.renewed = now;
@@ -699,7 +738,63 @@ impl Keeper {
                 break;
             }
         }
+        let beats = beats.list;
         Heartbeat { subscribed: self.subscribed, leaving: false, beats }
+    }
+}
+
+/// The beats of a heartbeat: one for each limit without a key, and one for each set of a key's value that is in use.
+struct Beats {
+    list: Vec<Beat>,
+    places: FxHashMap<Arc<str>, usize>,
+}
+
+impl Beats {
+    fn of_limits(limits: &[LimitSettings], states: &mut [LimitState]) -> Self {
+        let mut beats =
+            Self { list: Vec::with_capacity(limits.len()), places: FxHashMap::default() };
+        for (limit, state) in limits.iter().zip(states) {
+            if !limit.set.keyed {
+                let beat = beats.of(&limit.set);
+                beat.known.clone_from(&state.seen.order);
+                beat.order = state.order.take();
+            }
+        }
+        beats
+    }
+
+    fn of(&mut self, set: &Arc<SetSpec>) -> &mut Beat {
+        let place = *self.places.entry(Arc::clone(&set.key)).or_insert_with(|| {
+            self.list.push(Beat {
+                set: Arc::clone(set),
+                renew: Vec::new(),
+                known: None,
+                order: None,
+            });
+            self.list.len() - 1
+        });
+        &mut self.list[place]
+    }
+}
+
+impl Entry {
+    fn new(ask: Ask, phase: Phase, asked: Instant, now: Instant) -> Self {
+        Self {
+            ask,
+            phase,
+            answer: None,
+            asked,
+            again: false,
+            queued: false,
+            pushed: false,
+            held: 0,
+            confirmed: now,
+            renewed: now,
+            taken: now,
+            admitted: false,
+            patience: None,
+            deadline: None,
+        }
     }
 }
 
@@ -733,6 +828,9 @@ impl Keeper {
                 self.on_acquired(acquire, outcome, sent, now);
             }
             self.on_granted(&acquires.granted, sent, now);
+            for id in acquires.displaced {
+                self.on_displaced(id, now);
+            }
         }
     }
 
@@ -764,7 +862,7 @@ impl Keeper {
         let id = acquire.ask.id;
         let Some(entry) = self.entries.get_mut(&id) else {
             // Released and acknowledged before this answer came: whatever it took goes back.
-            if matches!(outcome, Acquired::Granted | Acquired::Waiting { .. }) {
+            if !matches!(outcome, Acquired::Shed { .. } | Acquired::NoMemory) {
                 self.return_unknown(acquire.ask, now);
             }
             return;
@@ -773,58 +871,101 @@ impl Keeper {
             return;
         }
         match outcome {
-            Acquired::Granted => self.hand_over(id, sent, now),
-            Acquired::Waiting { at, .. } => self.keep_waiting(id, at as usize, sent, now),
-            Acquired::Full { at, queue } => self.turn_down(id, Why::Full, at, queue),
-            Acquired::Recovering { at } => self.turn_down(id, Why::Recovering, at, 0),
-            Acquired::TooHeavy { at } => self.turn_down(id, Why::TooHeavy, at, 0),
+            Acquired::Granted => self.hand_over(id, sent, now, None),
+            Acquired::Shadowed { by, why } => {
+                let shadow = self.refused(&acquire.ask, by, why);
+                self.hand_over(id, sent, now, Some(shadow));
+            }
+            Acquired::Waiting { at, queue } => self.keep_waiting(id, at as usize, queue, sent, now),
+            Acquired::Shed { by, why } => {
+                let refused = self.refused(&acquire.ask, by, why);
+                self.turn_down(id, refused);
+            }
+            Acquired::NoMemory => self.turn_down(id, Refused::of(Why::StoreDown)),
         }
     }
 
-    fn hand_over(&mut self, id: Uuid, sent: Instant, now: Instant) {
+    /// Puts the store's words into the configuration's.
+    fn refused(&self, ask: &Ask, by: Refuser, why: Shed) -> Refused {
+        let limit = match by {
+            Refuser::Want(at) => Some(ask.wants[at as usize].set.limit),
+            Refuser::Rate(_) => None,
+        };
+        let rate = match by {
+            Refuser::Want(_) => None,
+            Refuser::Rate(at) => Some(ask.rates[at as usize].rate),
+        };
+        let (why, expected_wait) = match why {
+            Shed::Full { queue } => {
+                (Why::Full, limit.and_then(|limit| self.expected_wait(limit, queue)))
+            }
+            Shed::Recovering => (Why::Recovering, None),
+            Shed::TooHeavy => (Why::TooHeavy, None),
+            Shed::RateLimited { after } => {
+                (Why::RateLimited, Some(Duration::from_millis(after.into())))
+            }
+        };
+        Refused { why, limit, rate, expected_wait }
+    }
+
+    fn hand_over(&mut self, id: Uuid, sent: Instant, now: Instant, shadow: Option<Refused>) {
         let Some(entry) = self.entries.get_mut(&id) else { return };
         entry.phase = Phase::Held;
         entry.held = entry.ask.wants.len();
         entry.confirmed = sent;
         entry.taken = now;
+        entry.admitted = true;
         if let Some(deadline) = entry.deadline.take() {
             self.deadlines.remove(&(deadline, id));
         }
         if let Some(to) = entry.answer.take() {
-            self.answers.push(Answer { id, to, outcome: Ok(now) });
+            self.answers.push(Answer { id, to, outcome: Ok(now), shadow });
         }
         let wants = Arc::clone(&entry.ask.wants);
         for want in wants.iter() {
-            if let Some(limit) = self.limit_of(&want.set) {
-                self.limits[limit].local += want.weight;
-            }
+            self.limits[want.set.limit].local += want.weight;
         }
     }
 
-    fn keep_waiting(&mut self, id: Uuid, at: usize, sent: Instant, now: Instant) {
+    fn keep_waiting(&mut self, id: Uuid, at: usize, queue: u32, sent: Instant, now: Instant) {
         let Some(entry) = self.entries.get_mut(&id) else { return };
         entry.phase = Phase::Waiting;
         entry.queued = true;
         entry.held = at;
         entry.confirmed = sent;
-        let (pushed, asked, waits) = (entry.pushed, entry.asked, entry.deadline.is_some());
-        let set = Arc::clone(&entry.ask.wants[at].set);
+        let (pushed, waits) = (entry.pushed, entry.deadline.is_some());
         if pushed {
             self.ask_again(id);
         }
-        if !waits && let Some(limit) = self.limit_of(&set) {
-            let paused = self.recovery.overlap(limit, asked, now);
-            self.wait_until(id, asked + self.settings.limits[limit].queue_timeout + paused);
+        if waits {
+            return;
         }
+        let (limit, deadline) = self.deadline_of(id, now);
+        if self.is_dead_on_arrival(limit, queue, deadline.saturating_duration_since(now)) {
+            let expected_wait = self.expected_wait(limit, queue);
+            self.refuse(
+                id,
+                Refused { limit: Some(limit), expected_wait, ..Refused::of(Why::Deadline) },
+            );
+            self.on_release(id, now);
+            return;
+        }
+        self.wait_until(id, deadline);
+    }
+
+    /// Whether a waiter will hardly be served in the time that it has. Careful not to shed what would have been: only
+    /// behind a whole round of others, on enough measurements, and if it would take twice the time.
+    fn is_dead_on_arrival(&self, limit: usize, queue: u32, left: Duration) -> bool {
+        let (state, ahead) = (&self.limits[limit], queue.saturating_sub(1));
+        let slots = state.seen.slots.max(1);
+        ahead >= slots
+            && state.samples >= SAMPLES_TO_JUDGE
+            && self.expected_wait(limit, ahead).is_some_and(|wait| wait > 2 * left)
     }
 
     /// The store keeps nothing of the request.
-    fn turn_down(&mut self, id: Uuid, why: Why, at: u32, queue: u32) {
-        let Some(entry) = self.entries.get(&id) else { return };
-        let set = Arc::clone(&entry.ask.wants[at as usize].set);
-        let limit = self.limit_of(&set);
-        let wait = limit.and_then(|limit| self.expected_wait(limit, queue));
-        self.refuse(id, why, limit, wait);
+    fn turn_down(&mut self, id: Uuid, refused: Refused) {
+        self.refuse(id, refused);
         if let Some(deadline) = self.entries.remove(&id).and_then(|entry| entry.deadline) {
             self.deadlines.remove(&(deadline, id));
         }
@@ -836,7 +977,7 @@ impl Keeper {
             let Some(entry) = self.entries.get_mut(&id) else { continue };
             match entry.phase {
                 // Asked again meanwhile: that answer will say the same.
-                Phase::Waiting if entry.ask.wants.len() == 1 => self.hand_over(id, sent, now),
+                Phase::Waiting if entry.ask.wants.len() == 1 => self.hand_over(id, sent, now, None),
                 Phase::Waiting => self.ask_again(id),
                 Phase::Asked => entry.pushed = true,
                 _ => {}
@@ -862,36 +1003,64 @@ impl Keeper {
             }
         }
         self.on_granted(&reply.granted, sent, now);
-        for (state, seen) in self.limits.iter_mut().zip(&reply.sets) {
-            state.seen = *seen;
-        }
+        self.see(heartbeat, &reply.sets, now);
         self.heard = true;
-        self.find_lost_waiters(reply.pending.len() as u32);
+        self.find_lost_waiters(heartbeat, &reply.sets, reply.pending.len());
         for id in reply.pending {
             self.on_push(id, now);
+        }
+        if heartbeat.beats.iter().any(|beat| beat.order.is_some()) {
+            for done in self.orders.drain(..) {
+                let _ = done.send(());
+            }
+        }
+    }
+
+    /// Remembers the sets' states; of a limit with a key, the sums over the sets that are in use here.
+    fn see(&mut self, heartbeat: &Heartbeat, sets: &[SetState], now: Instant) {
+        let seconds = now.duration_since(self.seen_at).as_secs_f64();
+        self.seen_at = now;
+        for (state, limit) in self.limits.iter_mut().zip(&self.settings.limits) {
+            if seconds > 0.0 {
+                let rate = f64::from(std::mem::take(&mut state.arrivals)) / seconds;
+                state.arrival_rate += ARRIVALS_SMOOTHING * (rate - state.arrival_rate);
+            }
+            if limit.set.keyed {
+                state.seen = SetState { slots: limit.set.slots, ..SetState::default() };
+            }
+        }
+        for (beat, seen) in heartbeat.beats.iter().zip(sets) {
+            let state = &mut self.limits[beat.set.limit].seen;
+            if beat.set.keyed {
+                state.used += seen.used;
+                state.waiting += seen.waiting;
+            } else {
+                state.clone_from(seen);
+            }
         }
     }
 
     /// Waiters that the store has forgotten ask again, with the time they have waited.
-    fn find_lost_waiters(&mut self, pending: u32) {
-        for limit in 0..self.limits.len() {
-            let key = Arc::clone(&self.settings.limits[limit].set.key);
-            let known = self.limits[limit].seen.mine + pending;
-            let waits_here = |entry: &Entry| {
-                entry.phase == Phase::Waiting && entry.ask.wants[entry.held].set.key == key
-            };
-            let mut waiting: Vec<(Instant, Uuid)> = Vec::new();
-            for (&id, entry) in &self.entries {
-                if waits_here(entry) {
-                    waiting.push((entry.asked, id));
-                }
+    fn find_lost_waiters(&mut self, heartbeat: &Heartbeat, sets: &[SetState], pending: usize) {
+        let mut here: FxHashMap<&str, Vec<(Instant, Uuid)>> = FxHashMap::default();
+        for (&id, entry) in &self.entries {
+            if entry.phase == Phase::Waiting {
+                here.entry(&entry.ask.wants[entry.held].set.key)
+                    .or_default()
+                    .push((entry.asked, id));
             }
-            if waiting.len() as u32 > known {
-                waiting.sort_unstable();
-                for (_, id) in waiting {
-                    self.ask_again(id);
-                }
+        }
+        let mut lost = Vec::new();
+        for (beat, seen) in heartbeat.beats.iter().zip(sets) {
+            if let Some(waiting) = here.remove(&*beat.set.key)
+                && waiting.len() > seen.mine as usize + pending
+            {
+                lost.extend(waiting);
             }
+        }
+        lost.sort_unstable();
+        for (_, id) in lost {
+            self.ask_again(id);
         }
     }
 
@@ -902,7 +1071,8 @@ impl Keeper {
             up: self.connected && !self.down && self.heard,
             started: self.started,
             recovering,
-            sets: self.limits.iter().map(|limit| limit.seen).collect(),
+            sets: self.limits.iter().map(|limit| limit.seen.clone()).collect(),
+            arrival_rate: self.limits.iter().map(|limit| limit.arrival_rate).collect(),
             local: self.limits.iter().map(|limit| limit.local).collect(),
             hold: self.limits.iter().map(|limit| limit.hold.map(Duration::from_secs_f64)).collect(),
         }

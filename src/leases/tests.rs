@@ -1,7 +1,7 @@
 //! The keeper on the embedded store: no sockets, so time may be paused.
 
 use super::*;
-use crate::store::{MemoryStore, SetSpec, Want};
+use crate::store::{ClassSpec, MemoryStore, SetSpec, Want};
 
 fn spec(slots: u32, queue: u32) -> Arc<SetSpec> {
     Arc::new(SetSpec {
@@ -12,7 +12,10 @@ fn spec(slots: u32, queue: u32) -> Arc<SetSpec> {
         recovery: 0,
         queue,
         ageing: 5_000,
-        classes: Arc::from([(Arc::from("normal"), 1.0)]),
+        keyed: false,
+        shadow: false,
+        classes: Arc::from([ClassSpec { name: Arc::from("normal"), share: 1.0, queue: u32::MAX }]),
+        limit: 0,
     })
 }
 
@@ -21,7 +24,7 @@ fn keeper(store: &MemoryStore, set: &Arc<SetSpec>) -> Leases {
     let limit = LimitSettings {
         set: Arc::clone(set),
         renew: forever,
-        queue_timeout: Duration::from_secs(10),
+        queue_timeouts: vec![Duration::from_secs(10)],
     };
     Leases::start(
         Arc::new(store.clone()),
@@ -40,6 +43,7 @@ fn ask(set: &Arc<SetSpec>) -> Ask {
     Ask {
         id: Uuid::now_v7(),
         wants: Arc::from([Want { set: Arc::clone(set), weight: 1 }]),
+        rates: Arc::from([]),
         class: 0,
         route: Arc::from("/"),
     }
@@ -54,9 +58,9 @@ async fn used(store: &MemoryStore, set: &SetSpec) -> (u32, u32) {
 async fn a_dropped_lease_hands_its_slot_to_the_next_in_line() {
     let (store, set) = (MemoryStore::new(), spec(1, 10));
     let leases = keeper(&store, &set);
-    let first = leases.acquire(ask(&set)).await.unwrap();
-    let second = leases.acquire(ask(&set));
-    let third = leases.acquire(ask(&set));
+    let first = leases.acquire(ask(&set), None).await.unwrap();
+    let second = leases.acquire(ask(&set), None);
+    let third = leases.acquire(ask(&set), None);
     assert_eq!(used(&store, &set).await, (1, 2));
     drop(first);
     let second = second.await.unwrap();
@@ -70,8 +74,8 @@ async fn a_dropped_lease_hands_its_slot_to_the_next_in_line() {
 async fn a_slot_goes_to_a_waiter_of_another_instance() {
     let (store, set) = (MemoryStore::new(), spec(1, 10));
     let (here, there) = (keeper(&store, &set), keeper(&store, &set));
-    let held = here.acquire(ask(&set)).await.unwrap();
-    let waiting = there.acquire(ask(&set));
+    let held = here.acquire(ask(&set), None).await.unwrap();
+    let waiting = there.acquire(ask(&set), None);
     drop(held);
     let granted = waiting.await.unwrap();
     assert_eq!(used(&store, &set).await, (1, 0));
@@ -84,8 +88,8 @@ async fn a_request_that_is_dropped_leaves_nothing_behind() {
     let (store, set) = (MemoryStore::new(), spec(1, 10));
     let leases = keeper(&store, &set);
     for _ in 0..100 {
-        let held = leases.acquire(ask(&set));
-        let waits = leases.acquire(ask(&set));
+        let held = leases.acquire(ask(&set), None);
+        let waits = leases.acquire(ask(&set), None);
         drop(waits);
         drop(held);
     }
@@ -96,9 +100,9 @@ async fn a_request_that_is_dropped_leaves_nothing_behind() {
 async fn a_waiter_gives_up_when_its_time_is_over() {
     let (store, set) = (MemoryStore::new(), spec(1, 10));
     let leases = keeper(&store, &set);
-    let held = leases.acquire(ask(&set)).await.unwrap();
+    let held = leases.acquire(ask(&set), None).await.unwrap();
     let start = Instant::now();
-    let refused = leases.acquire(ask(&set)).await.unwrap_err();
+    let refused = leases.acquire(ask(&set), None).await.unwrap_err();
     assert_eq!((refused.why, refused.limit), (Why::QueueTimeout, Some(0)));
     assert_eq!(start.elapsed().as_secs(), 10);
     assert_eq!(used(&store, &set).await, (1, 0));
@@ -109,9 +113,9 @@ async fn a_waiter_gives_up_when_its_time_is_over() {
 async fn a_full_queue_refuses_at_once() {
     let (store, set) = (MemoryStore::new(), spec(1, 1));
     let leases = keeper(&store, &set);
-    let held = leases.acquire(ask(&set)).await.unwrap();
-    let waits = leases.acquire(ask(&set));
-    assert_eq!(leases.acquire(ask(&set)).await.unwrap_err().why, Why::Full);
+    let held = leases.acquire(ask(&set), None).await.unwrap();
+    let waits = leases.acquire(ask(&set), None);
+    assert_eq!(leases.acquire(ask(&set), None).await.unwrap_err().why, Why::Full);
     drop((held, waits));
     assert_eq!(used(&store, &set).await, (0, 0));
 }
@@ -120,11 +124,11 @@ async fn a_full_queue_refuses_at_once() {
 async fn draining_refuses_waiters_and_waits_for_holders() {
     let (store, set) = (MemoryStore::new(), spec(1, 10));
     let leases = keeper(&store, &set);
-    let held = leases.acquire(ask(&set)).await.unwrap();
-    let waits = leases.acquire(ask(&set));
+    let held = leases.acquire(ask(&set), None).await.unwrap();
+    let waits = leases.acquire(ask(&set), None);
     leases.drain();
     assert_eq!(waits.await.unwrap_err().why, Why::Draining);
-    assert_eq!(leases.acquire(ask(&set)).await.unwrap_err().why, Why::Draining);
+    assert_eq!(leases.acquire(ask(&set), None).await.unwrap_err().why, Why::Draining);
     let leaving = {
         let leases = leases.clone();
         tokio::spawn(async move { leases.leave(Duration::from_secs(60)).await })
@@ -146,7 +150,7 @@ async fn many_threads_never_pass_the_limit() {
         let (leases, set, running) = (leases.clone(), Arc::clone(&set), Arc::clone(&running));
         tasks.spawn(async move {
             for round in 0..50 {
-                let pending = leases.acquire(ask(&set));
+                let pending = leases.acquire(ask(&set), None);
                 if (number + round) % 5 == 0 {
                     drop(pending);
                     continue;

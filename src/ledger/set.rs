@@ -8,8 +8,8 @@ use std::{
 use uuid::Uuid;
 
 use super::{
-    Acquire, CLOCK_SLACK, Context, GRANTS_PER_CALL, LIVE_STEP, Released, Renew, Renewed, SetSpec,
-    SetState,
+    Acquire, Beat, CLOCK_SLACK, Context, GRANTS_PER_CALL, LIVE_STEP, Notice, Override, Released,
+    Renew, Renewed, SetSpec, SetState, Shed,
 };
 
 #[cfg(test)]
@@ -36,6 +36,7 @@ pub(super) struct Set {
 struct Changed {
     removed: bool,
     until: i64,
+    lowered: bool,
 }
 
 /// The small facts of a semaphore.
@@ -57,6 +58,7 @@ struct Meta {
     waiters: HashMap<Uuid, u32>,
     /// Granted id → instance, until its owner confirms.
     pending: HashMap<Uuid, Uuid>,
+    order: Option<Override>,
 }
 
 /// What is known of a holder or a waiter.
@@ -79,10 +81,12 @@ pub(super) struct Info {
 /// What [`Set::take`] did.
 pub(super) enum Take {
     Taken,
-    Waiting { queue: u32 },
-    Full { queue: u32 },
-    Recovering,
-    TooHeavy,
+    /// Taken all the same.
+    Shadowed(Shed),
+    Waiting {
+        queue: u32,
+    },
+    Shed(Shed),
 }
 
 /// A set for those who look at it.
@@ -102,7 +106,7 @@ pub struct SetStatus {
 
 /// The cap of a class: its share of the slots, at least one.
 fn cap(spec: &SetSpec, class: usize, slots: u32) -> u32 {
-    let share = spec.classes.get(class).map_or(1.0, |(_, share)| *share);
+    let share = spec.classes.get(class).map_or(1.0, |class| class.share);
     let part = (share * f64::from(slots)).floor() as u32;
     part.max(1).min(slots)
 }
@@ -159,11 +163,63 @@ impl Set {
         let (Some(slots), Some(lease)) = (slots, lease) else {
             return;
         };
+        let slots = self.overridden(slots);
         if self.meta.slots.is_some() && self.meta.lease != lease {
             context.fleet.recovery = context.now;
         }
+        let lowered = self.meta.slots.is_some_and(|before| slots < before);
         self.meta.slots = Some(slots);
         self.meta.lease = lease;
+        self.changed.lowered |= lowered && slots > 0;
+    }
+
+    /// The slots in force, where the claims alone would say this.
+    fn overridden(&mut self, claimed: u32) -> u32 {
+        let Some(order) = &mut self.meta.order else { return claimed };
+        let Some(slots) = order.slots else { return claimed };
+        if self.meta.claims.values().all(|(claim, _)| order.claims.contains(claim)) {
+            return slots;
+        }
+        *order = Override { version: order.version + 1, slots: None, claims: Vec::new() };
+        claimed
+    }
+
+    /// Takes over what an instance remembers, and what an operator orders.
+    pub(super) fn obey(&mut self, beat: &Beat) {
+        let version = |order: &Option<Override>| order.as_ref().map_or(0, |order| order.version);
+        if version(&beat.known) > version(&self.meta.order) {
+            self.meta.order.clone_from(&beat.known);
+        }
+        if let Some(slots) = beat.order {
+            let mut claims = Vec::from_iter(self.meta.claims.values().map(|(slots, _)| *slots));
+            claims.push(beat.set.slots);
+            claims.sort_unstable();
+            claims.dedup();
+            let version = version(&self.meta.order) + 1;
+            let claims = if slots.is_some() { claims } else { Vec::new() };
+            self.meta.order = Some(Override { version, slots, claims });
+        }
+    }
+
+    /// After the slots were lowered: waiters that will never fit ask again, and are told so.
+    pub(super) fn drop_too_heavy(&mut self, context: &mut Context<'_>, spec: &SetSpec) {
+        let slots = self.meta.slots.unwrap_or(0);
+        if !std::mem::take(&mut self.changed.lowered) {
+            return;
+        }
+        for class in 0..self.wait.len() {
+            let cap = cap(spec, class, slots);
+            let heavy = |id: &Uuid| self.info.get(id).is_some_and(|info| info.weight > cap);
+            let heavy: Vec<Uuid> =
+                self.wait[class].values().filter(|id| heavy(id)).copied().collect();
+            for id in heavy {
+                let instance = self.info.get(&id).map(|info| info.instance);
+                self.dequeue(id, class);
+                if let Some(instance) = instance {
+                    context.notify(instance, id, Notice::Granted);
+                }
+            }
+        }
     }
 
     /// Drops members whose lease is over: before anyone is refused, made to wait, or granted a slot.
@@ -233,35 +289,105 @@ impl Set {
                 return Take::Taken;
             }
             if self.ticket_of(id, acquire.ask.class).is_some() {
-                return Take::Waiting { queue: self.meta.waiting };
+                return Take::Waiting { queue: self.line(acquire.ask.class) };
             }
         }
-        let slots = self.meta.slots.unwrap_or(0);
-        let cap = cap(spec, acquire.ask.class, slots);
+        if spec.shadow {
+            let would = self.would_shed(context, spec, acquire, weight);
+            self.admit(context, acquire, weight);
+            return would.map_or(Take::Taken, Take::Shadowed);
+        }
+        let (class, slots) = (acquire.ask.class, self.meta.slots.unwrap_or(0));
+        let cap = cap(spec, class, slots);
         if slots > 0 && weight > cap {
-            return Take::TooHeavy;
+            return Take::Shed(Shed::TooHeavy);
         }
         let recovering = self.recovering(context, spec);
         if self.meta.waiting > 0 || self.used + weight > cap {
             self.purge(context, spec);
         }
         if !recovering && self.meta.waiting == 0 && self.used + weight <= cap {
-            self.put_slot(id, context.now, weight);
-            self.info.insert(id, Info::of(context, acquire, weight, context.now, 0));
+            self.admit(context, acquire, weight);
             return Take::Taken;
         }
-        let room = acquire.may_wait && self.meta.waiting < spec.queue;
+        let room = self.has_room(spec, acquire);
         if !recovering && self.meta.waiting > 0 && self.used < slots {
             return self.take_by_turn(context, spec, acquire, weight, room);
         }
-        match (room, recovering && !acquire.may_wait) {
-            (true, _) => {
-                self.enqueue(context, spec, acquire, weight);
-                Take::Waiting { queue: self.meta.waiting }
-            }
-            (false, true) => Take::Recovering,
-            (false, false) => Take::Full { queue: self.meta.waiting },
+        if room || self.displace_for(context, spec, acquire) {
+            self.enqueue(context, spec, acquire, weight);
+            return Take::Waiting { queue: self.line(class) };
         }
+        Take::Shed(self.no_room(context, spec, acquire))
+    }
+
+    fn admit(&mut self, context: &Context<'_>, acquire: &Acquire, weight: u32) {
+        let id = acquire.ask.id;
+        self.put_slot(id, context.now, weight);
+        self.info.insert(id, Info::of(context, acquire, weight, context.now, 0));
+    }
+
+    /// What a set in shadow mode would say, if it would say no.
+    fn would_shed(
+        &mut self,
+        context: &mut Context<'_>,
+        spec: &SetSpec,
+        acquire: &Acquire,
+        weight: u32,
+    ) -> Option<Shed> {
+        let slots = self.meta.slots.unwrap_or(0);
+        let cap = cap(spec, acquire.ask.class, slots);
+        if slots > 0 && weight > cap {
+            return Some(Shed::TooHeavy);
+        }
+        if self.used + weight > cap {
+            self.purge(context, spec);
+        }
+        let fits = !self.recovering(context, spec) && self.used + weight <= cap;
+        (!fits && !self.has_room(spec, acquire)).then(|| self.no_room(context, spec, acquire))
+    }
+
+    fn has_room(&self, spec: &SetSpec, acquire: &Acquire) -> bool {
+        let class = acquire.ask.class;
+        let of_class = self.wait.get(class).map_or(0, BTreeMap::len) as u32;
+        acquire.may_wait && self.meta.waiting < spec.queue && of_class < spec.classes[class].queue
+    }
+
+    fn no_room(&self, context: &Context<'_>, spec: &SetSpec, acquire: &Acquire) -> Shed {
+        let class = acquire.ask.class;
+        let never_waits = !acquire.may_wait || spec.queue == 0 || spec.classes[class].queue == 0;
+        if never_waits && self.recovering(context, spec) {
+            return Shed::Recovering;
+        }
+        Shed::Full { queue: self.line(class) }
+    }
+
+    /// Waiters of this class and higher ones.
+    fn line(&self, class: usize) -> u32 {
+        self.wait.iter().take(class + 1).map(BTreeMap::len).sum::<usize>() as u32
+    }
+
+    /// The queue is full: the youngest waiter of the lowest class goes, if that class is lower than the newcomer's.
+    fn displace_for(
+        &mut self,
+        context: &mut Context<'_>,
+        spec: &SetSpec,
+        acquire: &Acquire,
+    ) -> bool {
+        let class = acquire.ask.class;
+        let of_class = self.wait.get(class).map_or(0, BTreeMap::len) as u32;
+        if !acquire.may_wait || of_class >= spec.classes[class].queue || spec.queue == 0 {
+            return false;
+        }
+        let lowest = (class + 1..self.wait.len()).rev().find(|&lower| !self.wait[lower].is_empty());
+        let Some(lowest) = lowest else { return false };
+        let Some((_, id)) = self.wait[lowest].pop_last() else { return false };
+        let instance = self.info.remove(&id).map(|info| info.instance);
+        self.uncount_waiter(instance);
+        if let Some(instance) = instance {
+            context.notify(instance, id, Notice::Displaced);
+        }
+        true
     }
 
     /// A slot is free although others wait: the newcomer stands in line with them for it, and never jumps the queue.
@@ -273,18 +399,18 @@ impl Set {
         weight: u32,
         room: bool,
     ) -> Take {
-        let id = acquire.ask.id;
+        let (id, class) = (acquire.ask.id, acquire.ask.class);
         self.enqueue(context, spec, acquire, weight);
         self.grant(context, spec);
         if self.slots.contains_key(&id) {
             context.tell_by_outcome(id);
             return Take::Taken;
         }
-        if room {
-            return Take::Waiting { queue: self.meta.waiting };
+        if room || self.displace_for(context, spec, acquire) {
+            return Take::Waiting { queue: self.line(class) };
         }
-        self.dequeue(id, acquire.ask.class);
-        Take::Full { queue: self.meta.waiting }
+        self.dequeue(id, class);
+        Take::Shed(self.no_room(context, spec, acquire))
     }
 
     fn enqueue(&mut self, context: &Context<'_>, spec: &SetSpec, acquire: &Acquire, weight: u32) {
@@ -477,7 +603,7 @@ impl Set {
                 if !context.listeners.contains(&head.instance) {
                     return false;
                 }
-                context.pushes.push((head.instance, head.id));
+                context.pushes.push((head.instance, head.id, Notice::Granted));
             }
             self.meta.pending.insert(head.id, head.instance);
             context.now - self.meta.lease + spec.grant_ttl
@@ -515,6 +641,11 @@ impl Set {
             }
         }
         self.settle_policy(context);
+    }
+
+    /// Nobody holds and nobody waits.
+    pub(super) fn is_idle(&self) -> bool {
+        self.slots.is_empty() && self.meta.waiting == 0
     }
 
     fn drop_waiters(&mut self, instance: Uuid) {
@@ -623,6 +754,7 @@ impl Set {
             waiting: self.meta.waiting,
             mine: self.meta.waiters.get(&context.caller.instance).copied().unwrap_or(0),
             lease: self.meta.lease,
+            order: self.meta.order.clone(),
         }
     }
 

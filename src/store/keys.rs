@@ -2,13 +2,15 @@
 
 use uuid::Uuid;
 
-use super::SetSpec;
+use super::{RateSpec, SetSpec};
 
 /// Spells keys and channels under one prefix.
 #[derive(Debug)]
 pub(super) struct Keys {
     /// Goes in front of a semaphore's keys: the prefix and `sem:`.
     semaphores: String,
+    /// The same for a rate's windows.
+    rates: String,
     /// A hash: when the fleet was last seen, by which run of the server, and what it knows of sets and instances.
     pub(super) fleet: String,
     /// A sorted set: instance, by its last heartbeat.
@@ -21,6 +23,7 @@ impl Keys {
     pub(super) fn new(prefix: &str) -> Self {
         Self {
             semaphores: format!("{prefix}sem:"),
+            rates: format!("{prefix}rl:"),
             fleet: format!("{prefix}tidegate:fleet"),
             instances: format!("{prefix}tidegate:instances"),
             channels: format!("{prefix}tidegate:push:"),
@@ -45,11 +48,16 @@ impl Keys {
         }
         key.push_str(":wait:");
         let stem = key.len();
-        for (class, _) in set.classes.iter() {
-            key.push_str(class);
+        for class in set.classes.iter() {
+            key.push_str(&class.name);
             with(&key);
             key.truncate(stem);
         }
+    }
+
+    /// The key of a rate's window.
+    pub(super) fn of_rate(&self, rate: &RateSpec) -> String {
+        format!("{}{}", self.rates, rate.key)
     }
 
     /// The keys of a set that aren't for one of its classes.

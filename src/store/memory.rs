@@ -13,8 +13,8 @@ use tokio::time::Instant;
 use uuid::Uuid;
 
 use super::{
-    BoxFuture, Call, Caller, Event, Link, LocalStore, Push, Reply, SetSpec, SetStatus, SlotStore,
-    Stale, StoreError,
+    BoxFuture, Call, Caller, Event, Link, LocalStore, Notice, Push, Reply, SetSpec, SetStatus,
+    SlotStore, Stale, StoreError,
 };
 use crate::ledger::Ledger;
 
@@ -49,13 +49,16 @@ impl MemoryStore {
         self.0.ledger.lock().expect("the ledger never panics")
     }
 
-    fn deliver(&self, pushes: Vec<(Uuid, Uuid)>) {
-        for (instance, granted) in pushes {
+    fn deliver(&self, pushes: Vec<(Uuid, Uuid, Notice)>) {
+        for (instance, id, notice) in pushes {
             let handlers = self.0.pushes.lock().expect("nothing panics under this lock");
             let push = handlers.get(&instance).cloned();
             drop(handlers);
             if let Some(push) = push {
-                push(Event::Granted(granted));
+                push(match notice {
+                    Notice::Granted => Event::Granted(id),
+                    Notice::Displaced => Event::Displaced(id),
+                });
             }
         }
     }

@@ -22,7 +22,8 @@ use tokio::{task::JoinSet, task::unconstrained};
 use uuid::Uuid;
 
 use super::{
-    BoxFuture, Call, Caller, Link, Push, Reply, SetSpec, SetStatus, SlotStore, StoreError,
+    Acquire, AcquireReply, Acquired, BoxFuture, Call, Caller, Link, Push, Reply, SetSpec,
+    SetStatus, SlotStore, StoreError,
     keys::Keys,
     scripts::{self, Writer},
 };
@@ -163,7 +164,10 @@ impl RedisLink {
         let writer = Writer { keys: &self.keys, run: &self.run, caller };
         let releases = (!call.releases.is_empty()).then(|| writer.release(&call.releases));
         let heartbeat = call.heartbeat.as_ref().map(|heartbeat| writer.heartbeat(heartbeat));
-        let acquires = (!call.acquires.is_empty()).then(|| writer.acquire(&call.acquires));
+        let acquires = [false, true].into_iter().filter_map(|rated| {
+            let of_kind = call.acquires.iter().filter(move |acquire| is_rated(acquire) == rated);
+            of_kind.clone().next().is_some().then(|| writer.acquire(of_kind, rated))
+        });
         releases.into_iter().chain(heartbeat).chain(acquires).collect()
     }
 
@@ -183,10 +187,43 @@ impl RedisLink {
         if call.heartbeat.is_some() {
             reply.heartbeat = Some(scripts::read_heartbeat(next()?)?);
         }
-        if !call.acquires.is_empty() {
+        let rated = call.acquires.iter().filter(|acquire| is_rated(acquire)).count();
+        if rated < call.acquires.len() {
             reply.acquires = Some(scripts::read_acquire(next()?)?);
         }
+        if rated > 0 {
+            let of_rated = match next() {
+                // Only these keep more the more values of a key there are, so only these are refused.
+                Err(error) if error.code() == Some("OOM") => AcquireReply {
+                    stamp: reply
+                        .acquires
+                        .as_ref()
+                        .map(|acquires| acquires.stamp)
+                        .unwrap_or_default(),
+                    outcomes: vec![Acquired::NoMemory; rated],
+                    ..AcquireReply::default()
+                },
+                answer => scripts::read_acquire(answer?)?,
+            };
+            reply.acquires = Some(merge(call, reply.acquires.take().unwrap_or_default(), of_rated));
+        }
         Ok(reply)
+    }
+}
+
+fn is_rated(acquire: &Acquire) -> bool {
+    !acquire.ask.rates.is_empty()
+}
+
+/// Puts the outcomes of the two scripts into the order of the call.
+fn merge(call: &Call, others: AcquireReply, rated: AcquireReply) -> AcquireReply {
+    let (mut of_others, mut of_rated) = (others.outcomes.into_iter(), rated.outcomes.into_iter());
+    let mut next = |acquire| if is_rated(acquire) { of_rated.next() } else { of_others.next() };
+    AcquireReply {
+        outcomes: call.acquires.iter().filter_map(&mut next).collect(),
+        stamp: if rated.stamp.now > 0 { rated.stamp } else { others.stamp },
+        granted: [others.granted, rated.granted].concat(),
+        displaced: [others.displaced, rated.displaced].concat(),
     }
 }
 

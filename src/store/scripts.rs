@@ -7,8 +7,9 @@ use deadpool_redis::redis::{Cmd, Pipeline, Script as Hashed, Value};
 use uuid::Uuid;
 
 use super::{
-    Acquire, AcquireReply, Acquired, Ask, BeatReply, Caller, Heartbeat, Release, ReleaseReply,
-    Released, Renewed, SetSpec, SetState, SetStatus, Stamp, StoreError, keys::Keys,
+    Acquire, AcquireReply, Acquired, Ask, BeatReply, Caller, Heartbeat, Override, RateSpec,
+    Refuser, Release, ReleaseReply, Released, Renewed, SetSpec, SetState, SetStatus, Shed, Stamp,
+    StoreError, keys::Keys,
 };
 
 /// A script and the hash under which Redis keeps it.
@@ -26,10 +27,10 @@ impl Script {
 /// A script that writes: the line with its flags, the shared parts, and what is its own. The short way of a script, if it has
 /// one, stands before everything that only the long way needs.
 macro_rules! writing {
-    ($file:literal $(, $quick:literal)*) => {
+    ($flags:literal, $file:literal $(, $quick:literal)*) => {
         LazyLock::new(|| {
             Script::new(concat!(
-                "#!lua flags=allow-oom\n",
+                $flags,
                 include_str!("../../scripts/shared/enter.lua"),
                 $(include_str!(concat!("../../scripts/shared/", $quick)),)*
                 include_str!("../../scripts/shared/set.lua"),
@@ -40,15 +41,18 @@ macro_rules! writing {
     };
 }
 
-static ACQUIRE: LazyLock<Script> = writing!("acquire.lua", "quick.lua", "acquire_quick.lua");
-static RELEASE: LazyLock<Script> = writing!("release.lua", "quick.lua", "release_quick.lua");
-static HEARTBEAT: LazyLock<Script> = writing!("heartbeat.lua");
+static ACQUIRE: LazyLock<Script> =
+    writing!("#!lua flags=allow-oom\n", "acquire.lua", "quick.lua", "acquire_quick.lua");
+static ACQUIRE_RATED: LazyLock<Script> = writing!("#!lua\n", "acquire.lua", "quick.lua");
+static RELEASE: LazyLock<Script> =
+    writing!("#!lua flags=allow-oom\n", "release.lua", "quick.lua", "release_quick.lua");
+static HEARTBEAT: LazyLock<Script> = writing!("#!lua flags=allow-oom\n", "heartbeat.lua");
 static STATUS: LazyLock<Script> =
     LazyLock::new(|| Script::new(include_str!("../../scripts/status.lua")));
 
 /// Has Redis keep every script. Returns how many answers that brings.
 pub(super) fn load(pipeline: &mut Pipeline) -> usize {
-    let all: [&Script; 4] = [&RELEASE, &HEARTBEAT, &ACQUIRE, &STATUS];
+    let all: [&Script; 5] = [&RELEASE, &HEARTBEAT, &ACQUIRE, &ACQUIRE_RATED, &STATUS];
     for script in all {
         pipeline.cmd("SCRIPT").arg("LOAD").arg(script.text);
     }
@@ -66,14 +70,27 @@ pub(super) struct Writer<'a> {
 }
 
 impl Writer<'_> {
-    pub(super) fn acquire(&self, acquires: &[Acquire]) -> Cmd {
-        let sets = distinct(acquires.iter().map(|acquire| &acquire.ask));
-        let mut cmd = self.begin(&ACQUIRE, &sets, 9 * acquires.len());
+    /// Requests that ask no rate run even where Redis has no memory left, since what they keep is bounded; others don't.
+    pub(super) fn acquire<'a>(
+        &self,
+        acquires: impl Iterator<Item = &'a Acquire> + Clone,
+        rated: bool,
+    ) -> Cmd {
+        let sets = distinct(acquires.clone().map(|acquire| &acquire.ask));
+        let rates = distinct_rates(acquires.clone().map(|acquire| &acquire.ask));
+        let script = if rated { &ACQUIRE_RATED } else { &ACQUIRE };
+        let (mut cmd, first_rate) =
+            self.begin(script, &sets, &rates, 10 * acquires.clone().count());
         for Acquire { ask, waited, may_wait, again } in acquires {
             id(&mut cmd, ask.id);
             cmd.arg(&*ask.route).arg(ask.class + 1).arg(*waited);
             flag(&mut cmd, *may_wait);
             flag(&mut cmd, *again);
+            cmd.arg(ask.rates.len());
+            for rate in ask.rates.iter() {
+                cmd.arg(first_rate + place_of(&rates, rate)).arg(rate.requests).arg(rate.window);
+                flag(&mut cmd, rate.shadow);
+            }
             wants(&mut cmd, &sets, ask);
         }
         cmd
@@ -81,11 +98,18 @@ impl Writer<'_> {
 
     pub(super) fn release(&self, releases: &[Release]) -> Cmd {
         let sets = distinct(releases.iter().map(|release| &release.ask));
-        let mut cmd = self.begin(&RELEASE, &sets, 6 * releases.len());
-        for Release { ask, queued } in releases {
+        let refunds = releases.iter().filter(|release| release.refund);
+        let rates = distinct_rates(refunds.map(|release| &release.ask));
+        let (mut cmd, first_rate) = self.begin(&RELEASE, &sets, &rates, 7 * releases.len());
+        for Release { ask, queued, refund } in releases {
             id(&mut cmd, ask.id);
             cmd.arg(ask.class + 1);
             flag(&mut cmd, *queued);
+            let refunded = if *refund { &ask.rates[..] } else { &[] };
+            cmd.arg(refunded.len());
+            for rate in refunded {
+                cmd.arg(first_rate + place_of(&rates, rate));
+            }
             wants(&mut cmd, &sets, ask);
         }
         cmd
@@ -94,10 +118,16 @@ impl Writer<'_> {
     pub(super) fn heartbeat(&self, heartbeat: &Heartbeat) -> Cmd {
         let sets: Vec<&SetSpec> = heartbeat.beats.iter().map(|beat| &*beat.set).collect();
         let renewals: usize = heartbeat.beats.iter().map(|beat| beat.renew.len()).sum();
-        let mut cmd = self.begin(&HEARTBEAT, &sets, 2 + sets.len() + 5 * renewals);
+        let (mut cmd, _) = self.begin(&HEARTBEAT, &sets, &[], 2 + 3 * sets.len() + 5 * renewals);
         flag(&mut cmd, heartbeat.subscribed);
         flag(&mut cmd, heartbeat.leaving);
         for beat in &heartbeat.beats {
+            cmd.arg(beat.known.as_ref().map(write_override).unwrap_or_default());
+            match beat.order {
+                None => cmd.arg(""),
+                Some(None) => cmd.arg("-"),
+                Some(Some(slots)) => cmd.arg(slots),
+            };
             cmd.arg(beat.renew.len());
             for renew in &beat.renew {
                 id(&mut cmd, renew.ask.id);
@@ -108,11 +138,19 @@ impl Writer<'_> {
         cmd
     }
 
-    /// Writes everything up to the script's own arguments, of which there will be about `own`.
-    fn begin(&self, script: &Script, sets: &[&SetSpec], own: usize) -> Cmd {
+    /// Writes everything up to the script's own arguments, of which there will be about `own`. Also tells where among the
+    /// keys the rates begin.
+    fn begin(
+        &self,
+        script: &Script,
+        sets: &[&SetSpec],
+        rates: &[&RateSpec],
+        own: usize,
+    ) -> (Cmd, usize) {
         let classes: usize = sets.iter().map(|set| set.classes.len()).sum();
-        let keys = 2 + Keys::OF_SET * sets.len() + classes;
-        let args = 10 + keys + 8 * sets.len() + 2 * classes + own;
+        let of_sets = 2 + Keys::OF_SET * sets.len() + classes;
+        let keys = of_sets + rates.len();
+        let args = 10 + keys + 10 * sets.len() + 3 * classes + own;
         let mut cmd = Cmd::with_capacity(args, 256 + 48 * keys + 12 * args);
         cmd.arg("EVALSHA").arg(&script.hash);
         cmd.arg(keys).arg(&self.keys.fleet).arg(&self.keys.instances);
@@ -121,18 +159,24 @@ impl Writer<'_> {
                 cmd.arg(key);
             });
         }
+        for rate in rates {
+            cmd.arg(self.keys.of_rate(rate));
+        }
         let Caller { instance, epoch, gap, presence } = self.caller;
         id(&mut cmd, *instance);
         cmd.arg(*epoch).arg(self.run).arg(*gap).arg(*presence).arg(&self.keys.channels);
         cmd.arg(sets.len());
         for set in sets {
             cmd.arg(&*set.key).arg(set.slots).arg(set.lease).arg(set.grant_ttl).arg(set.recovery);
-            cmd.arg(set.queue).arg(set.ageing).arg(set.classes.len());
-            for (class, share) in set.classes.iter() {
-                cmd.arg(&**class).arg(*share);
+            cmd.arg(set.queue).arg(set.ageing);
+            flag(&mut cmd, set.keyed);
+            flag(&mut cmd, set.shadow);
+            cmd.arg(set.classes.len());
+            for class in set.classes.iter() {
+                cmd.arg(&*class.name).arg(class.share).arg(class.queue);
             }
         }
-        cmd
+        (cmd, of_sets + 1)
     }
 }
 
@@ -174,24 +218,87 @@ fn distinct<'a>(asks: impl Iterator<Item = &'a Ask>) -> Vec<&'a SetSpec> {
     sets
 }
 
+fn distinct_rates<'a>(asks: impl Iterator<Item = &'a Ask>) -> Vec<&'a RateSpec> {
+    let mut rates: Vec<&RateSpec> = Vec::new();
+    for rate in asks.flat_map(|ask| ask.rates.iter()) {
+        if !rates.iter().any(|known| known.key == rate.key) {
+            rates.push(rate);
+        }
+    }
+    rates
+}
+
+fn place_of(rates: &[&RateSpec], rate: &RateSpec) -> usize {
+    rates.iter().position(|known| known.key == rate.key).unwrap_or(0)
+}
+
+/// Version, slots or `-`, and the claims with commas around each.
+fn write_override(order: &Override) -> String {
+    match order.slots {
+        None => format!("{} - -", order.version),
+        Some(slots) => {
+            let claims: String = order.claims.iter().map(|claim| format!("{claim},")).collect();
+            format!("{} {slots} ,{claims}", order.version)
+        }
+    }
+}
+
+fn read_override(text: &str) -> Result<Option<Override>, StoreError> {
+    if text.is_empty() {
+        return Ok(None);
+    }
+    let wrong = || bad("an override was expected");
+    let mut words = text.split(' ');
+    let (Some(version), Some(slots), Some(claims)) = (words.next(), words.next(), words.next())
+    else {
+        return Err(wrong());
+    };
+    let version = version.parse().map_err(|_| wrong())?;
+    if slots == "-" {
+        return Ok(Some(Override { version, slots: None, claims: Vec::new() }));
+    }
+    let claims = claims.split(',').filter(|claim| !claim.is_empty()).map(str::parse);
+    Ok(Some(Override {
+        version,
+        slots: Some(slots.parse().map_err(|_| wrong())?),
+        claims: claims.collect::<Result<_, _>>().map_err(|_| wrong())?,
+    }))
+}
+
 // === replies ===
 
 pub(super) fn read_acquire(reply: Value) -> Result<AcquireReply, StoreError> {
     let mut reader = Reader::of(reply)?;
     let (stamp, granted) = reader.begin()?;
+    let displaced = reader.many(Reader::id)?;
     let mut outcomes = Vec::with_capacity(reader.left() / 3);
     while reader.left() > 0 {
-        let (code, at, queue) = (reader.int()?, reader.number()?, reader.number()?);
-        outcomes.push(match code {
-            0 => Acquired::Granted,
-            1 => Acquired::Waiting { at, queue },
-            2 => Acquired::Full { at, queue },
-            3 => Acquired::Recovering { at },
-            4 => Acquired::TooHeavy { at },
-            _ => return Err(bad("an unknown outcome of an acquire")),
-        });
+        outcomes.push(read_acquired(reader.int()?, reader.number()?, reader.int()?)?);
     }
-    Ok(AcquireReply { stamp, outcomes, granted })
+    Ok(AcquireReply { stamp, outcomes, granted, displaced })
+}
+
+fn read_acquired(code: i64, detail: u32, by: i64) -> Result<Acquired, StoreError> {
+    let place = |by: i64| u32::try_from(by).map_err(|_| bad("a number is out of range"));
+    let refuser = match by {
+        ..0 => Refuser::Rate(place(-1 - by)?),
+        _ => Refuser::Want(place(by)?),
+    };
+    let why = match code % 10 {
+        0 | 1 => None,
+        2 => Some(Shed::Full { queue: detail }),
+        3 => Some(Shed::Recovering),
+        4 => Some(Shed::TooHeavy),
+        5 => Some(Shed::RateLimited { after: detail }),
+        _ => return Err(bad("an unknown outcome of an acquire")),
+    };
+    match (code, why) {
+        (0, _) => Ok(Acquired::Granted),
+        (1, _) => Ok(Acquired::Waiting { at: place(by)?, queue: detail }),
+        (2..=5, Some(why)) => Ok(Acquired::Shed { by: refuser, why }),
+        (12..=15, Some(why)) => Ok(Acquired::Shadowed { by: refuser, why }),
+        _ => Err(bad("an unknown outcome of an acquire")),
+    }
 }
 
 pub(super) fn read_release(reply: Value) -> Result<ReleaseReply, StoreError> {
@@ -218,7 +325,7 @@ pub(super) fn read_heartbeat(reply: Value) -> Result<BeatReply, StoreError> {
         1 => Ok(Renewed::Readded),
         _ => Err(bad("an unknown outcome of a renewal")),
     })?;
-    let mut sets = Vec::with_capacity(reader.left() / 5);
+    let mut sets = Vec::with_capacity(reader.left() / 6);
     while reader.left() > 0 {
         sets.push(SetState {
             slots: reader.number()?,
@@ -226,6 +333,7 @@ pub(super) fn read_heartbeat(reply: Value) -> Result<BeatReply, StoreError> {
             waiting: reader.number()?,
             mine: reader.number()?,
             lease: reader.int()?,
+            order: read_override(&reader.text()?)?,
         });
     }
     Ok(BeatReply { stamp, renewed, sets, granted, pending })
@@ -283,6 +391,15 @@ impl Reader {
 
     fn number(&mut self) -> Result<u32, StoreError> {
         u32::try_from(self.int()?).map_err(|_| bad("a number is out of range"))
+    }
+
+    fn text(&mut self) -> Result<String, StoreError> {
+        match self.0.next() {
+            Some(Value::BulkString(text)) => {
+                String::from_utf8(text).map_err(|_| bad("a text was expected"))
+            }
+            _ => Err(bad("a text was expected")),
+        }
     }
 
     fn id(&mut self) -> Result<Uuid, StoreError> {

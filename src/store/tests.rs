@@ -12,8 +12,9 @@ mod server;
 mod timing;
 
 /// A class of every kind: first served, ordinary, and one that leaves half of the slots alone.
-fn classes() -> Arc<[(Arc<str>, f64)]> {
-    [("high", 1.0), ("normal", 1.0), ("low", 0.5)].map(|(name, share)| (name.into(), share)).into()
+fn classes() -> Arc<[ClassSpec]> {
+    let class = |(name, share, queue): (&str, _, _)| ClassSpec { name: name.into(), share, queue };
+    [("high", 1.0, u32::MAX), ("normal", 1.0, u32::MAX), ("low", 0.5, u32::MAX)].map(class).into()
 }
 
 async fn pause(ms: u64) {

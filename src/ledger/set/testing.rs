@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use super::{Set, SetSpec};
 use crate::ledger::{
-    Uuid,
+    ClassSpec, Uuid,
     testing::{Dump, Part},
 };
 
@@ -20,13 +20,13 @@ impl Set {
         into.insert(format!("{} slots", spec.key), slots);
         into.insert(format!("{} meta", spec.key), self.dump_meta());
         let infos = self.info.iter().map(|(id, info)| {
-            let (class, _) = &spec.classes[info.class];
+            let class = &spec.classes[info.class].name;
             let text =
                 format!("{} {class} {} {} {}", info.instance, info.weight, info.at, info.route);
             (id.to_string(), text)
         });
         into.insert(format!("{} info", spec.key), infos.collect());
-        for (class, (name, _)) in spec.classes.iter().enumerate() {
+        for (class, ClassSpec { name, .. }) in spec.classes.iter().enumerate() {
             let queue = self.wait.get(class).into_iter().flatten();
             let queue = queue.map(|(ticket, id)| (id.to_string(), ticket.to_string())).collect();
             into.insert(format!("{} wait {name}", spec.key), queue);
@@ -43,6 +43,14 @@ impl Set {
         }
         if let Some(ticket) = meta.ticket {
             put("ticket".into(), ticket.to_string());
+        }
+        if let Some(order) = &meta.order {
+            let claims: String = order.claims.iter().map(|claim| format!("{claim},")).collect();
+            let text = match order.slots {
+                Some(slots) => format!("{} {slots} ,{claims}", order.version),
+                None => format!("{} - -", order.version),
+            };
+            put("override".into(), text);
         }
         if meta.dirty {
             put("dirty".into(), "1".into());

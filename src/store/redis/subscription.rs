@@ -48,8 +48,8 @@ async fn listen(
         tokio::select! {
             message = messages.next() => {
                 let message = message.ok_or_else(|| StoreError::Unavailable("closed".to_owned()))?;
-                if let Ok(granted) = Uuid::try_parse_ascii(message.get_payload_bytes()) {
-                    push(Event::Granted(granted));
+                if let Some(event) = read(message.get_payload_bytes()) {
+                    push(event);
                 }
             }
             // Nothing else would notice a connection whose other end is gone.
@@ -58,6 +58,15 @@ async fn listen(
             }
         }
     }
+}
+
+/// An id that was granted a slot, or, behind a minus, one that had to go.
+fn read(payload: &[u8]) -> Option<Event> {
+    let (event, id): (fn(Uuid) -> Event, _) = match payload.strip_prefix(b"-") {
+        Some(id) => (Event::Displaced, id),
+        None => (Event::Granted, payload),
+    };
+    Uuid::try_parse_ascii(id).ok().map(event)
 }
 
 async fn within<T>(

@@ -71,11 +71,20 @@ async fn an_id_is_never_counted_twice(rig: Rig) {
 async fn the_queue_is_bounded(rig: Rig) {
     let (set, me) = (Arc::new(SetSpec { queue: 1, ..set(1) }), rig.instance().await);
     assert_eq!(me.acquire(&ask(&set)).await, Acquired::Granted);
-    assert_eq!(me.try_acquire(&ask(&set)).await, Acquired::Full { at: 0, queue: 0 });
+    assert_eq!(
+        me.try_acquire(&ask(&set)).await,
+        Acquired::Shed { by: Refuser::Want(0), why: Shed::Full { queue: 0 } }
+    );
     assert_eq!(me.acquire(&ask(&set)).await, Acquired::Waiting { at: 0, queue: 1 });
-    assert_eq!(me.acquire(&ask(&set)).await, Acquired::Full { at: 0, queue: 1 });
-    let state = me.beat(&[&set]).await.sets[0];
-    assert_eq!(state, SetState { slots: 1, used: 1, waiting: 1, mine: 1, lease: 60_000 });
+    assert_eq!(
+        me.acquire(&ask(&set)).await,
+        Acquired::Shed { by: Refuser::Want(0), why: Shed::Full { queue: 1 } }
+    );
+    let state = me.beat(&[&set]).await.sets[0].clone();
+    assert_eq!(
+        state,
+        SetState { slots: 1, used: 1, waiting: 1, mine: 1, lease: 60_000, order: None }
+    );
 }
 
 async fn waiters_are_served_in_order(rig: Rig) {
@@ -135,7 +144,10 @@ async fn a_grant_that_nobody_confirms_ends(rig: Rig) {
     me.acquire(&holder).await;
     other.acquire(&waiter).await;
     me.release(&holder).await;
-    assert_eq!(me.try_acquire(&ask(&set)).await, Acquired::Full { at: 0, queue: 0 });
+    assert_eq!(
+        me.try_acquire(&ask(&set)).await,
+        Acquired::Shed { by: Refuser::Want(0), why: Shed::Full { queue: 0 } }
+    );
     pause(120).await;
     assert_eq!(me.try_acquire(&ask(&set)).await, Acquired::Granted);
     assert_eq!(other.acquire_again(&waiter).await, Acquired::Waiting { at: 0, queue: 1 });
@@ -160,7 +172,7 @@ async fn an_older_connection_does_nothing(rig: Rig) {
     me.caller.epoch = 2;
     me.acquire(&holder).await;
     me.caller.epoch = 1;
-    let release = Release { ask: holder.clone(), queued: false };
+    let release = Release { ask: holder.clone(), queued: false, refund: false };
     let call = Call { releases: vec![release], ..Call::default() };
     assert!(matches!(me.call(&call).await, Err(StoreError::Stale)));
     let beat = Call { heartbeat: Some(Heartbeat::default()), ..Call::default() };
@@ -200,7 +212,10 @@ async fn a_lost_holder_whose_lease_lasts_starts_a_recovery(rig: Rig) {
     let beat = me.renew(&lost, false).await;
     assert_eq!(beat.renewed, [Renewed::Readded]);
     assert_eq!(beat.stamp.recovery, beat.stamp.now);
-    assert_eq!(me.try_acquire(&ask(&set)).await, Acquired::Recovering { at: 0 });
+    assert_eq!(
+        me.try_acquire(&ask(&set)).await,
+        Acquired::Shed { by: Refuser::Want(0), why: Shed::Recovering }
+    );
     // During a recovery it is expected, and doesn't start another.
     let second = me.renew(&ask(&set), false).await;
     assert_eq!(second.stamp.recovery, beat.stamp.recovery);
@@ -213,7 +228,10 @@ async fn recovery_admits_nobody(rig: Rig) {
     let set = Arc::new(SetSpec { recovery: 100, ..set(2) });
     let me = rig.instance().await;
     let waiter = ask(&set);
-    assert_eq!(me.try_acquire(&ask(&set)).await, Acquired::Recovering { at: 0 });
+    assert_eq!(
+        me.try_acquire(&ask(&set)).await,
+        Acquired::Shed { by: Refuser::Want(0), why: Shed::Recovering }
+    );
     assert_eq!(me.acquire(&waiter).await, Acquired::Waiting { at: 0, queue: 1 });
     assert!(me.beat(&[&set]).await.granted.is_empty());
     pause(130).await;
@@ -227,7 +245,10 @@ async fn a_silent_fleet_recovers(rig: Rig) {
     pause(60).await;
     assert_eq!(me.try_acquire(&ask(&set)).await, Acquired::Granted);
     pause(150).await;
-    assert_eq!(me.try_acquire(&ask(&set)).await, Acquired::Recovering { at: 0 });
+    assert_eq!(
+        me.try_acquire(&ask(&set)).await,
+        Acquired::Shed { by: Refuser::Want(0), why: Shed::Recovering }
+    );
 }
 
 async fn waiters_of_the_dead_block_nobody(rig: Rig) {
@@ -255,7 +276,7 @@ async fn the_lowest_claim_is_in_force(rig: Rig) {
     let beat = new.beat(&[&high]).await;
     assert_eq!((beat.sets[0].slots, beat.pending), (2, vec![waiter.id]));
     // Lowering acts at once and evicts nobody.
-    let lower = rig.instance().await.beat(&[&low]).await.sets[0];
+    let lower = rig.instance().await.beat(&[&low]).await.sets[0].clone();
     assert_eq!((lower.slots, lower.used), (1, 2));
 }
 
@@ -280,7 +301,10 @@ async fn a_refused_request_keeps_nothing(rig: Rig) {
     let narrow = Arc::new(SetSpec { key: "narrow".into(), ..set(1) });
     let (wide, me) = (Arc::new(set(1)), rig.instance().await);
     me.acquire(&ask(&wide)).await;
-    assert_eq!(me.try_acquire(&both(&narrow, &wide)).await, Acquired::Full { at: 1, queue: 0 });
+    assert_eq!(
+        me.try_acquire(&both(&narrow, &wide)).await,
+        Acquired::Shed { by: Refuser::Want(1), why: Shed::Full { queue: 0 } }
+    );
     assert_eq!((rig.used(&narrow).await, rig.used(&wide).await), (0, 1));
 }
 
@@ -332,8 +356,14 @@ async fn a_heavy_waiter_is_not_starved(rig: Rig) {
 
 async fn what_never_fits_is_too_heavy(rig: Rig) {
     let (set, me) = (Arc::new(set(4)), rig.instance().await);
-    assert_eq!(me.acquire(&ask_as(&set, 1, 5)).await, Acquired::TooHeavy { at: 0 });
-    assert_eq!(me.acquire(&ask_as(&set, 2, 3)).await, Acquired::TooHeavy { at: 0 });
+    assert_eq!(
+        me.acquire(&ask_as(&set, 1, 5)).await,
+        Acquired::Shed { by: Refuser::Want(0), why: Shed::TooHeavy }
+    );
+    assert_eq!(
+        me.acquire(&ask_as(&set, 2, 3)).await,
+        Acquired::Shed { by: Refuser::Want(0), why: Shed::TooHeavy }
+    );
     assert_eq!(me.acquire(&ask_as(&set, 1, 4)).await, Acquired::Granted);
 }
 
@@ -401,7 +431,11 @@ async fn a_lost_key_starts_a_recovery(rig: Rig) {
             // Nothing is counted there: the next heartbeat is soon enough.
             me.beat(&[&set]).await;
         }
-        assert_eq!(me.try_acquire(&ask(&set)).await, Acquired::Recovering { at: 0 }, "{part:?}");
+        assert_eq!(
+            me.try_acquire(&ask(&set)).await,
+            Acquired::Shed { by: Refuser::Want(0), why: Shed::Recovering },
+            "{part:?}"
+        );
         let beat = me.renew(&holder, false).await;
         assert_eq!(beat.sets[0].used, 1, "{part:?}");
         pause(80).await;
@@ -427,7 +461,7 @@ async fn a_lost_queue_heals(rig: Rig) {
     me.acquire(&holder).await;
     me.acquire(&waiter).await;
     rig.lose(&set, Part::Wait(1)).await;
-    let state = me.beat(&[&set]).await.sets[0];
+    let state = me.beat(&[&set]).await.sets[0].clone();
     assert_eq!((state.waiting, state.mine), (0, 0));
     assert_eq!(me.acquire_again(&waiter).await, Acquired::Waiting { at: 0, queue: 1 });
     assert_eq!(me.release(&holder).await.1, [waiter.id]);
@@ -436,7 +470,10 @@ async fn a_lost_queue_heals(rig: Rig) {
 async fn zero_slots_admit_nobody_until_raised(rig: Rig) {
     let (none, one, me) = (Arc::new(set(0)), Arc::new(set(1)), rig.instance().await);
     let waiter = ask(&none);
-    assert_eq!(me.try_acquire(&ask(&none)).await, Acquired::Full { at: 0, queue: 0 });
+    assert_eq!(
+        me.try_acquire(&ask(&none)).await,
+        Acquired::Shed { by: Refuser::Want(0), why: Shed::Full { queue: 0 } }
+    );
     assert_eq!(me.acquire(&waiter).await, Acquired::Waiting { at: 0, queue: 1 });
     assert_eq!(me.beat(&[&one]).await.granted, [waiter.id]);
 }

@@ -57,6 +57,9 @@ async fn scripts_and_ledger_agree_on_random_operations() {
         "pushed",
         "granted",
         "pending",
+        "Shadowed",
+        "RateLimited",
+        "displaced",
     ] {
         assert!(operations < 5_000 || pair.seen.contains_key(what), "never seen: {what}");
     }
@@ -68,6 +71,7 @@ struct Asked {
     id: Uuid,
     class: usize,
     wants: Vec<(usize, u32)>,
+    rates: Vec<usize>,
 }
 
 struct Instance {
@@ -89,11 +93,13 @@ struct Pair {
     link: Arc<dyn Link>,
     raw: MultiplexedConnection,
     keys: Keys,
-    classes: Arc<[(Arc<str>, f64)]>,
+    classes: Arc<[ClassSpec]>,
     instances: Vec<Instance>,
     plain: Vec<(usize, Uuid)>,
-    heard: Arc<Mutex<Vec<(Uuid, Uuid)>>>,
-    pushed: Vec<(Uuid, Uuid)>,
+    /// Whether the second set is in shadow mode.
+    shadow: bool,
+    heard: Heard,
+    pushed: Vec<(Uuid, Uuid, Notice)>,
     /// The latest operations, to be read when the two differ.
     log: VecDeque<String>,
     seen: BTreeMap<&'static str, u32>,
@@ -108,7 +114,7 @@ impl Pair {
         let store = server.store();
         let mut rng = Rng::with_seed(seed);
         let ids: Vec<Uuid> = (0..INSTANCES).map(|_| Uuid::from_u128(rng.u128(..))).collect();
-        let heard: Arc<Mutex<Vec<(Uuid, Uuid)>>> = Arc::default();
+        let heard: Heard = Arc::default();
         let mut ledger = Ledger::default();
         for &id in &ids[..LISTENERS] {
             ledger.listeners.insert(id);
@@ -131,8 +137,9 @@ impl Pair {
             _server: server,
             raw,
             keys: Keys::new(PREFIX),
-            classes: classes(),
+            classes: bounded_classes(),
             plain: Vec::new(),
+            shadow: false,
             heard,
             pushed: Vec::new(),
             log: VecDeque::new(),
@@ -154,6 +161,7 @@ impl Pair {
                 self.instances[index].silent = self.rng.u32(50..400);
             }
             24..28 => self.change_a_claim(),
+            45 => self.shadow = !self.shadow,
             28..29 => self.turn_back_the_clock().await,
             29..45 => self.look().await,
             _ => self.operate().await,
@@ -259,6 +267,9 @@ impl Pair {
             self.same(ours, &theirs);
             theirs.outcomes.iter().for_each(|outcome| self.count(acquired(*outcome)));
             self.count_granted(&theirs.granted);
+            if !theirs.displaced.is_empty() {
+                self.count("displaced");
+            }
         }
     }
 
@@ -291,7 +302,10 @@ impl Pair {
             recovery: [40, 60, 0][set],
             queue: [8, 4, 3][set],
             ageing: [30, 50, 20][set],
+            keyed: false,
+            shadow: set == 1 && self.shadow,
             classes: Arc::clone(&self.classes),
+            limit: set,
         })
     }
 
@@ -300,6 +314,7 @@ impl Pair {
         Ask {
             id: asked.id,
             wants: asked.wants.iter().map(want).collect(),
+            rates: asked.rates.iter().map(|&rate| rate_spec(rate)).collect(),
             class: asked.class,
             route: "a route".into(),
         }
@@ -329,14 +344,27 @@ impl Pair {
         if self.rng.u32(..3) == 0 {
             wants.push(((first + 1 + self.rng.usize(..SETS - 1)) % SETS, self.rng.u32(1..3)));
         }
-        let asked =
-            Asked { id: Uuid::from_u128(self.rng.u128(..)), class: self.rng.usize(..3), wants };
+        let asked = Asked {
+            id: Uuid::from_u128(self.rng.u128(..)),
+            class: self.rng.usize(..3),
+            wants,
+            rates: self.some_rates(),
+        };
         let known = &mut self.instances[who].asked;
         known.push_back(asked.clone());
         if known.len() > REMEMBERED {
             known.pop_front();
         }
         asked
+    }
+
+    fn some_rates(&mut self) -> Vec<usize> {
+        match self.rng.u32(..8) {
+            0 => vec![0],
+            1 => vec![1],
+            2 => vec![2, 0],
+            _ => Vec::new(),
+        }
     }
 
     fn some_release(&mut self, who: usize) -> Option<Release> {
@@ -350,7 +378,11 @@ impl Pair {
         if self.rng.u32(..3) > 0 {
             self.instances[who].asked.retain(|known| known.id != asked.id);
         }
-        Some(Release { ask: self.ask(who, &asked), queued: self.rng.u32(..4) > 0 })
+        Some(Release {
+            ask: self.ask(who, &asked),
+            queued: self.rng.u32(..4) > 0,
+            refund: self.rng.u32(..4) == 0,
+        })
     }
 
     fn some_heartbeat(&mut self, who: usize) -> Heartbeat {
@@ -372,7 +404,17 @@ impl Pair {
                     renew.push(Renew { ask: self.ask(who, &asked), weight, lapsed });
                 }
             }
-            beats.push(Beat { set: self.spec(who, set), renew });
+            let known = (self.rng.u32(..20) == 0).then(|| Override {
+                version: self.rng.u64(1..9),
+                slots: Some(self.rng.u32(1..8)),
+                claims: vec![2, 4, 6],
+            });
+            let order = match self.rng.u32(..60) {
+                0 => Some(Some(self.rng.u32(0..8))),
+                1 => Some(None),
+                _ => None,
+            };
+            beats.push(Beat { set: self.spec(who, set), renew, known, order });
         }
         self.rng.shuffle(&mut beats);
         Heartbeat { subscribed: self.rng.u32(..4) > 0, leaving: self.rng.u32(..60) == 0, beats }
@@ -531,9 +573,9 @@ impl Pair {
     }
 
     async fn compare_pushes(&mut self) {
-        let of = |all: &[(Uuid, Uuid)], who: &Instance| -> Vec<Uuid> {
+        let of = |all: &[(Uuid, Uuid, Notice)], who: &Instance| -> Vec<(Uuid, Notice)> {
             let mine = all.iter().filter(|push| push.0 == who.id);
-            mine.map(|push| push.1).collect()
+            mine.map(|push| (push.1, push.2)).collect()
         };
         // They come by another connection, so they may still be on their way.
         for _ in 0..200 {
@@ -550,16 +592,36 @@ impl Pair {
     }
 }
 
+/// The lowest class has hardly room to wait.
+fn bounded_classes() -> Arc<[ClassSpec]> {
+    let mut classes = classes().to_vec();
+    classes[2].queue = 2;
+    classes.into()
+}
+
+type Heard = Arc<Mutex<Vec<(Uuid, Uuid, Notice)>>>;
+
+fn rate_spec(rate: usize) -> RateSpec {
+    RateSpec {
+        key: format!("rate{rate}").into(),
+        requests: [3, 1, 5][rate],
+        window: [60, 40, 200][rate],
+        shadow: rate == 1,
+        rate,
+    }
+}
+
 /// What a set's configuration says to begin with.
 fn base(set: usize) -> (u32, i64) {
     [(6, 200), (4, 300), (2, 120)][set]
 }
 
-async fn listen(store: &RedisStore, id: Uuid, heard: &Arc<Mutex<Vec<(Uuid, Uuid)>>>) {
+async fn listen(store: &RedisStore, id: Uuid, heard: &Heard) {
     let (subscribed, mut is_subscribed) = tokio::sync::mpsc::unbounded_channel();
     let heard = Arc::clone(heard);
     let push = move |event| match event {
-        Event::Granted(granted) => heard.lock().unwrap().push((id, granted)),
+        Event::Granted(granted) => heard.lock().unwrap().push((id, granted, Notice::Granted)),
+        Event::Displaced(gone) => heard.lock().unwrap().push((id, gone, Notice::Displaced)),
         Event::Subscribed => _ = subscribed.send(()),
         Event::Unsubscribed => panic!("the subscription broke"),
     };
@@ -587,8 +649,8 @@ fn brief(call: &Call) -> String {
         format!("{} class {} {}", ask.id, ask.class, ask.wants.iter().map(want).collect::<String>())
     };
     let mut text = String::new();
-    for Release { ask, queued } in &call.releases {
-        text += &format!("release {} queued {queued}; ", wants(ask));
+    for Release { ask, queued, refund } in &call.releases {
+        text += &format!("release {} queued {queued} refund {refund}; ", wants(ask));
     }
     if let Some(Heartbeat { subscribed, leaving, beats }) = &call.heartbeat {
         text += &format!("heartbeat subscribed {subscribed} leaving {leaving} ");
@@ -610,9 +672,12 @@ fn acquired(outcome: Acquired) -> &'static str {
     match outcome {
         Acquired::Granted => "Granted",
         Acquired::Waiting { .. } => "Waiting",
-        Acquired::Full { .. } => "Full",
-        Acquired::Recovering { .. } => "Recovering",
-        Acquired::TooHeavy { .. } => "TooHeavy",
+        Acquired::Shadowed { .. } => "Shadowed",
+        Acquired::Shed { why: Shed::Full { .. }, .. } => "Full",
+        Acquired::Shed { why: Shed::Recovering, .. } => "Recovering",
+        Acquired::Shed { why: Shed::TooHeavy, .. } => "TooHeavy",
+        Acquired::Shed { why: Shed::RateLimited { .. }, .. } => "RateLimited",
+        Acquired::NoMemory => "NoMemory",
     }
 }
 

@@ -12,7 +12,10 @@ async fn the_slots_outlive_the_expiry_that_a_plain_client_sets() {
         let _: u32 = rig.raw(&["EXPIRE", &key, "1"]).await;
         me.renew(&holder, false).await;
         assert_eq!(rig.raw::<i64>(&["TTL", &key]).await, -1);
-        assert_eq!(me.try_acquire(&ask(&set)).await, Acquired::Full { at: 0, queue: 0 });
+        assert_eq!(
+            me.try_acquire(&ask(&set)).await,
+            Acquired::Shed { by: Refuser::Want(0), why: Shed::Full { queue: 0 } }
+        );
         pause(200).await;
     }
     assert_eq!(rig.used(&set).await, 1);
@@ -26,7 +29,7 @@ async fn calls_are_applied_in_the_order_in_which_they_were_made() {
         let ask = ask(&set);
         let acquire = Acquire { ask: ask.clone(), waited: 0, may_wait: false, again: false };
         let first = Call { acquires: vec![acquire], ..Call::default() };
-        let release = Release { ask, queued: false };
+        let release = Release { ask, queued: false, refund: false };
         let second = Call { releases: vec![release], ..Call::default() };
         let (first, second) = tokio::join!(me.call(&first), me.call(&second));
         assert_eq!(first.unwrap().acquires.unwrap().outcomes, [Acquired::Granted]);

@@ -168,19 +168,29 @@ impl Instance {
 
     /// Releases; the outcome, and which of this instance's waiters are granted.
     pub(super) async fn release(&self, ask: &Ask) -> (Released, Vec<Uuid>) {
-        let release = Release { ask: ask.clone(), queued: true };
+        let release = Release { ask: ask.clone(), queued: true, refund: false };
         let call = Call { releases: vec![release], ..Call::default() };
         let reply = self.call(&call).await.unwrap().releases.unwrap();
         (reply.outcomes[0], reply.granted)
     }
 
     pub(super) async fn beat(&self, sets: &[&Arc<SetSpec>]) -> BeatReply {
-        let beats = sets.iter().map(|&set| Beat { set: Arc::clone(set), renew: Vec::new() });
+        let beats = sets.iter().map(|&set| Beat {
+            set: Arc::clone(set),
+            renew: Vec::new(),
+            known: None,
+            order: None,
+        });
         self.heartbeat(beats.collect(), false).await
     }
 
     pub(super) async fn leave(&self, sets: &[&Arc<SetSpec>]) -> BeatReply {
-        let beats = sets.iter().map(|&set| Beat { set: Arc::clone(set), renew: Vec::new() });
+        let beats = sets.iter().map(|&set| Beat {
+            set: Arc::clone(set),
+            renew: Vec::new(),
+            known: None,
+            order: None,
+        });
         self.heartbeat(beats.collect(), true).await
     }
 
@@ -188,7 +198,7 @@ impl Instance {
     pub(super) async fn renew(&self, ask: &Ask, lapsed: bool) -> BeatReply {
         let set = Arc::clone(&ask.wants[0].set);
         let renew = vec![Renew { ask: ask.clone(), weight: ask.wants[0].weight, lapsed }];
-        self.heartbeat(vec![Beat { set, renew }], false).await
+        self.heartbeat(vec![Beat { set, renew, known: None, order: None }], false).await
     }
 
     async fn heartbeat(&self, beats: Vec<Beat>, leaving: bool) -> BeatReply {
@@ -223,7 +233,10 @@ pub(super) fn set(slots: u32) -> SetSpec {
         recovery: 0,
         queue: 10,
         ageing: FOR_EVER,
+        keyed: false,
+        shadow: false,
         classes: classes(),
+        limit: 0,
     }
 }
 
@@ -236,6 +249,7 @@ pub(super) fn ask_as(set: &Arc<SetSpec>, class: usize, weight: u32) -> Ask {
     Ask {
         id: Uuid::now_v7(),
         wants: [Want { set: Arc::clone(set), weight }].into(),
+        rates: Arc::from([]),
         class,
         route: "example.com/v1/".into(),
     }

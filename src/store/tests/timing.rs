@@ -36,7 +36,8 @@ async fn time_in_the_server_per_call() {
             acquiring.push(micros(&mut raw).await);
             reset(&mut raw).await;
             for asks in asks.chunks(batch) {
-                let release = |ask: &Ask| Release { ask: ask.clone(), queued: false };
+                let release =
+                    |ask: &Ask| Release { ask: ask.clone(), queued: false, refund: false };
                 let call = Call { releases: asks.iter().map(release).collect(), ..Call::default() };
                 let reply = link.call(&caller, &call).await.unwrap().releases.unwrap();
                 assert!(reply.outcomes.iter().all(|&outcome| outcome == Released::Released));
