@@ -66,11 +66,10 @@ struct Notes {
     queued: Duration,
 }
 
-/// A request ready to leave, and what it needs to leave once more.
+/// A request ready to leave.
 struct Call {
     upstream: Arc<Upstream>,
     request: Request<Outgoing>,
-    spare: Option<Request<Outgoing>>,
 }
 
 impl Proxy {
@@ -203,13 +202,7 @@ impl Proxy {
         parts.uri = target.map_err(|_| Reason::BadRequest)?;
         parts.version = Version::HTTP_11;
         parts.extensions.clear();
-        let spare = parts
-            .method
-            .is_idempotent()
-            .then(|| body.again())
-            .flatten()
-            .map(|body| Request::from_parts(parts.clone(), body));
-        Ok(Call { upstream, request: Request::from_parts(parts, body), spare })
+        Ok(Call { upstream, request: Request::from_parts(parts, body) })
     }
 
     async fn forward(
@@ -226,10 +219,8 @@ impl Proxy {
         let registry = Arc::clone(&self.registry);
         let owner = Owner::new(held, call.upstream, upload, registry, self.runtime.clone());
         let mut answer = owner.send(call.request, Attempt::First, started).await;
-        if let Err(Failure { was_stale: true, .. }) = answer
-            && let Some(spare) = call.spare
-        {
-            answer = owner.send(spare, Attempt::Second, Instant::now()).await;
+        if let Err(Failure { spare: Some(spare), .. }) = answer {
+            answer = owner.send(*spare, Attempt::Second, Instant::now()).await;
         }
         let took = started.elapsed();
         match answer {
