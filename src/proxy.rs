@@ -184,11 +184,12 @@ impl Proxy {
         conn: &ClientConn,
     ) -> Result<Call, Reply> {
         let upstream = Arc::clone(&self.upstreams[route]);
-        let peer = conn.peer.ip().to_canonical();
+        let peer = conn.peer.ip();
+        let trusted = client::is_trusted(peer, &self.trusted);
         let way = Way {
-            peer,
-            client: client::address(peer, &parts.headers, &self.trusted),
-            trusted: client::is_trusted(peer, &self.trusted),
+            peer: conn.address(),
+            client: trusted.then(|| client::address(peer, &parts.headers, &self.trusted)),
+            trusted,
         };
         headers::to_upstream(&mut parts.headers, &way);
         if let Some(host) = &upstream.host {
@@ -257,7 +258,6 @@ fn deliver(
     let mut response = head.map(|()| ResponseBody::streamed(owner));
     *response.version_mut() = Version::HTTP_11;
     headers::to_client(response.headers_mut());
-    let took = Some(took.as_micros());
-    headers::add_timing(response.headers_mut(), queued.as_micros(), took);
+    headers::add_timing(response.headers_mut(), queued, Some(took));
     response
 }
