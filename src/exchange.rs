@@ -79,6 +79,8 @@ struct State {
     is_waiting: bool,
     /// Since when, as far as the janitor saw.
     waiting_since: Option<Instant>,
+    /// How much of the upload had been handed over when the janitor last looked.
+    pieces_seen: u32,
     waker: Option<Waker>,
     is_finishing: bool,
 }
@@ -122,6 +124,16 @@ impl Exchange {
         let mut state = self.lock();
         if !state.is_waiting {
             return None;
+        }
+        if let (Phase::Head(..), Some(upload)) = (&state.phase, &self.upload) {
+            // The upstream's time begins when it has the request.
+            let mut seen = state.pieces_seen;
+            let is_under_way = upload.is_under_way(&mut seen);
+            state.pieces_seen = seen;
+            if is_under_way {
+                state.waiting_since = Some(now);
+                return None;
+            }
         }
         let limit = match state.phase {
             Phase::Head(..) => self.upstream.response_timeout,

@@ -43,6 +43,7 @@ impl Owner {
                 phase: Phase::Idle(held, None),
                 is_waiting: false,
                 waiting_since: None,
+                pieces_seen: 0,
                 waker: None,
                 is_finishing: false,
             }),

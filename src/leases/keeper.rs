@@ -17,6 +17,9 @@ use crate::store::{
     Renewed, Reply, SetSpec, SetState, Stamp, StoreError, Want,
 };
 
+mod answers;
+mod calls;
+
 /// How many requests, and how many releases, go into one call.
 const BATCH: usize = 128;
 /// How many renewals go into one call.
@@ -459,6 +462,9 @@ impl Keeper {
         if self.recovery.alarm.is_some_and(|alarm| alarm <= now) {
             self.recovery.alarm =
                 self.recovery.ends.iter().filter(|end| **end > now).min().copied();
+            if self.recovery.alarm.is_none() {
+                tracing::info!("slots are counted: requests are admitted again");
+            }
             self.next_beat = now;
         }
         while let Some(&(deadline, id)) = self.deadlines.first()
@@ -552,7 +558,7 @@ impl Keeper {
     /// The connection broke: every outcome that is missing is unknown, and asked for again.
     pub(super) fn disconnected(&mut self, failures: u32) {
         self.connected = false;
-        self.down |= failures >= FAILURES_TO_GIVE_UP;
+        self.give_up_after(failures);
         let mut asking = Vec::new();
         for (&id, entry) in &mut self.entries {
             entry.renewed = entry.confirmed;
@@ -576,6 +582,16 @@ impl Keeper {
         }
     }
 
+    /// After some failures in a row nobody waits for the store any more.
+    pub(super) fn give_up_after(&mut self, failures: u32) {
+        if failures >= FAILURES_TO_GIVE_UP && !self.down {
+            self.down = true;
+            tracing::warn!(
+                "the store doesn't answer: new requests are refused, running ones go on"
+            );
+        }
+    }
+
     /// Refuses those who would wait for the store itself; waiters of a queue keep their place until their time is up.
     pub(super) fn turn_away(&mut self, now: Instant) {
         if self.connected {
@@ -595,316 +611,6 @@ impl Keeper {
         self.new.retain(|id| entries.get(id).is_some_and(|entry| entry.phase == Phase::New));
         if self.leaving == Leaving::Wanted {
             self.leaving = Leaving::Done;
-        }
-    }
-}
-
-// === impl Keeper: calls ===
-
-impl Keeper {
-    /// What is to be sent now, if anything.
-    pub(super) fn next_call(&mut self, now: Instant) -> Option<Call> {
-        let mut call = Call::default();
-        // On a new connection what is held comes first: a release might hand on a slot that isn't free.
-        if !self.reasserting {
-            self.fill_releases(&mut call);
-        }
-        if self.next_beat <= now || self.reasserting {
-            call.heartbeat = Some(self.compose_heartbeat(now));
-        }
-        if !self.reasserting {
-            self.fill_acquires(&mut call, now);
-        }
-        if call.is_empty() && self.leaving == Leaving::Wanted && self.entries.is_empty() {
-            self.leaving = Leaving::Said;
-            let mut heartbeat = self.compose_heartbeat(now);
-            heartbeat.leaving = true;
-            call.heartbeat = Some(heartbeat);
-        }
-        (!call.is_empty()).then_some(call)
-    }
-
-    fn fill_releases(&mut self, call: &mut Call) {
-        while call.releases.len() < BATCH
-            && let Some(id) = self.gone.pop_front()
-        {
-            let Some(entry) = self.entries.get_mut(&id) else { continue };
-            if entry.phase == Phase::Leaving {
-                entry.phase = Phase::Releasing;
-                call.releases
-                    .push(Release { ask: entry.ask.clone(), queued: entry.queued || entry.again });
-            }
-        }
-    }
-
-    fn fill_acquires(&mut self, call: &mut Call, now: Instant) {
-        while call.acquires.len() < BATCH
-            && let Some(id) = self.new.pop_front()
-        {
-            let Some(entry) = self.entries.get_mut(&id) else { continue };
-            if entry.phase == Phase::New {
-                entry.phase = Phase::Asked;
-                call.acquires.push(Acquire {
-                    ask: entry.ask.clone(),
-                    waited: ms(now.duration_since(entry.asked)),
-                    may_wait: entry.ask.wants.iter().any(|want| want.set.queue > 0),
-                    again: entry.again,
-                });
-            }
-        }
-    }
-
-    fn compose_heartbeat(&mut self, now: Instant) -> Heartbeat {
-        // Without a subscription, grants are collected by heartbeats: more often then.
-        let pace = if self.subscribed { 1 } else { 4 };
-        self.next_beat = now + self.settings.heartbeat / pace;
-        self.reasserting = false;
-        let mut beats: Vec<Beat> = self
-            .settings
-            .limits
-            .iter()
-            .map(|limit| Beat { set: Arc::clone(&limit.set), renew: Vec::new() })
-            .collect();
-        let mut renewals = 0;
-        for entry in self.entries.values_mut() {
-            if matches!(entry.phase, Phase::Leaving | Phase::Releasing) || entry.held == 0 {
-                continue;
-            }
-            let mut due = false;
-            for want in &entry.ask.wants[..entry.held] {
-                let limit =
-                    self.settings.limits.iter().position(|limit| limit.set.key == want.set.key);
-                let Some(limit) = limit else { continue };
-                let every =
-                    self.settings.limits[limit].renew.saturating_sub(self.settings.heartbeat);
-                let last = entry.confirmed.max(entry.renewed);
-                if last >= self.renew_since && now.duration_since(last) < every {
-                    continue;
-                }
-                due = true;
-                let lapsed = ms(now.duration_since(entry.confirmed)) > want.set.lease;
-                beats[limit].renew.push(Renew {
-                    ask: entry.ask.clone(),
-                    weight: want.weight,
-                    lapsed,
-                });
-            }
-            if due {
-                entry.renewed = now;
-                renewals += 1;
-            }
-            if renewals == RENEWALS_PER_CALL {
-                self.next_beat = now;
-                self.reasserting = self.renew_since > entry.confirmed;
-                break;
-            }
-        }
-        Heartbeat { subscribed: self.subscribed, leaving: false, beats }
-    }
-}
-
-// === impl Keeper: answers ===
-
-impl Keeper {
-    /// Takes in what the store says. After an error the connection is given up, which accounts for everything.
-    pub(super) fn on_reply(
-        &mut self,
-        call: Call,
-        sent: Instant,
-        now: Instant,
-        result: Result<Reply, StoreError>,
-    ) {
-        let Ok(reply) = result else { return };
-        self.down = false;
-        if let Some(releases) = reply.releases {
-            self.note(releases.stamp, now);
-            for release in &call.releases {
-                self.entries.remove(&release.ask.id);
-            }
-            self.on_granted(&releases.granted, sent, now);
-        }
-        if let (Some(beat), Some(heartbeat)) = (reply.heartbeat, call.heartbeat) {
-            self.note(beat.stamp, now);
-            self.on_heartbeat(&heartbeat, beat, sent, now);
-        }
-        if let Some(acquires) = reply.acquires {
-            self.note(acquires.stamp, now);
-            for (acquire, outcome) in call.acquires.into_iter().zip(acquires.outcomes) {
-                self.on_acquired(acquire, outcome, sent, now);
-            }
-            self.on_granted(&acquires.granted, sent, now);
-        }
-    }
-
-    /// Follows the store's recoveries. A new one means: say at once what is held.
-    fn note(&mut self, stamp: Stamp, now: Instant) {
-        if stamp.recovery == self.recovery.start {
-            return;
-        }
-        let at = |store_ms: i64| match u64::try_from(store_ms - stamp.now) {
-            Ok(ahead) => now + Duration::from_millis(ahead),
-            Err(_) => {
-                now.checked_sub(Duration::from_millis((stamp.now - store_ms) as u64)).unwrap_or(now)
-            }
-        };
-        self.recovery.start = stamp.recovery;
-        self.recovery.began = at(stamp.recovery);
-        self.recovery.ends = self
-            .settings
-            .limits
-            .iter()
-            .map(|limit| at(stamp.recovery + limit.set.recovery))
-            .collect();
-        self.recovery.alarm = self.recovery.ends.iter().filter(|end| **end > now).min().copied();
-        self.renew_since = now;
-        self.next_beat = now;
-    }
-
-    fn on_acquired(&mut self, acquire: Acquire, outcome: Acquired, sent: Instant, now: Instant) {
-        let id = acquire.ask.id;
-        let Some(entry) = self.entries.get_mut(&id) else {
-            // Released and acknowledged before this answer came: whatever it took goes back.
-            if matches!(outcome, Acquired::Granted | Acquired::Waiting { .. }) {
-                self.return_unknown(acquire.ask, now);
-            }
-            return;
-        };
-        if entry.phase != Phase::Asked {
-            return;
-        }
-        match outcome {
-            Acquired::Granted => self.hand_over(id, sent, now),
-            Acquired::Waiting { at, .. } => self.keep_waiting(id, at as usize, sent, now),
-            Acquired::Full { at, queue } => self.turn_down(id, Why::Full, at, queue),
-            Acquired::Recovering { at } => self.turn_down(id, Why::Recovering, at, 0),
-            Acquired::TooHeavy { at } => self.turn_down(id, Why::TooHeavy, at, 0),
-        }
-    }
-
-    fn hand_over(&mut self, id: Uuid, sent: Instant, now: Instant) {
-        let Some(entry) = self.entries.get_mut(&id) else { return };
-        entry.phase = Phase::Held;
-        entry.held = entry.ask.wants.len();
-        entry.confirmed = sent;
-        entry.taken = now;
-        if let Some(deadline) = entry.deadline.take() {
-            self.deadlines.remove(&(deadline, id));
-        }
-        if let Some(to) = entry.answer.take() {
-            self.answers.push(Answer { id, to, outcome: Ok(now) });
-        }
-        let wants = Arc::clone(&entry.ask.wants);
-        for want in wants.iter() {
-            if let Some(limit) = self.limit_of(&want.set) {
-                self.limits[limit].local += want.weight;
-            }
-        }
-    }
-
-    fn keep_waiting(&mut self, id: Uuid, at: usize, sent: Instant, now: Instant) {
-        let Some(entry) = self.entries.get_mut(&id) else { return };
-        entry.phase = Phase::Waiting;
-        entry.queued = true;
-        entry.held = at;
-        entry.confirmed = sent;
-        let (pushed, asked, waits) = (entry.pushed, entry.asked, entry.deadline.is_some());
-        let set = Arc::clone(&entry.ask.wants[at].set);
-        if pushed {
-            self.ask_again(id);
-        }
-        if !waits && let Some(limit) = self.limit_of(&set) {
-            let paused = self.recovery.overlap(limit, asked, now);
-            self.wait_until(id, asked + self.settings.limits[limit].queue_timeout + paused);
-        }
-    }
-
-    /// The store keeps nothing of the request.
-    fn turn_down(&mut self, id: Uuid, why: Why, at: u32, queue: u32) {
-        let Some(entry) = self.entries.get(&id) else { return };
-        let set = Arc::clone(&entry.ask.wants[at as usize].set);
-        let limit = self.limit_of(&set);
-        let wait = limit.and_then(|limit| self.expected_wait(limit, queue));
-        self.refuse(id, why, limit, wait);
-        if let Some(deadline) = self.entries.remove(&id).and_then(|entry| entry.deadline) {
-            self.deadlines.remove(&(deadline, id));
-        }
-    }
-
-    /// Waiters of ours were handed slots with a full lease.
-    fn on_granted(&mut self, granted: &[Uuid], sent: Instant, now: Instant) {
-        for &id in granted {
-            let Some(entry) = self.entries.get_mut(&id) else { continue };
-            match entry.phase {
-                // Asked again meanwhile: that answer will say the same.
-                Phase::Waiting if entry.ask.wants.len() == 1 => self.hand_over(id, sent, now),
-                Phase::Waiting => self.ask_again(id),
-                Phase::Asked => entry.pushed = true,
-                _ => {}
-            }
-        }
-    }
-
-    fn on_heartbeat(
-        &mut self,
-        heartbeat: &Heartbeat,
-        reply: BeatReply,
-        sent: Instant,
-        now: Instant,
-    ) {
-        if heartbeat.leaving {
-            self.leaving = Leaving::Done;
-        }
-        let renewals = heartbeat.beats.iter().flat_map(|beat| &beat.renew);
-        for (renew, renewed) in renewals.zip(&reply.renewed) {
-            self.readded += u64::from(*renewed == Renewed::Readded);
-            if let Some(entry) = self.entries.get_mut(&renew.ask.id) {
-                entry.confirmed = entry.confirmed.max(sent);
-            }
-        }
-        self.on_granted(&reply.granted, sent, now);
-        for (state, seen) in self.limits.iter_mut().zip(&reply.sets) {
-            state.seen = *seen;
-        }
-        self.heard = true;
-        self.find_lost_waiters(reply.pending.len() as u32);
-        for id in reply.pending {
-            self.on_push(id, now);
-        }
-    }
-
-    /// Waiters that the store has forgotten ask again, with the time they have waited.
-    fn find_lost_waiters(&mut self, pending: u32) {
-        for limit in 0..self.limits.len() {
-            let key = Arc::clone(&self.settings.limits[limit].set.key);
-            let known = self.limits[limit].seen.mine + pending;
-            let waits_here = |entry: &Entry| {
-                entry.phase == Phase::Waiting && entry.ask.wants[entry.held].set.key == key
-            };
-            let mut waiting: Vec<(Instant, Uuid)> = Vec::new();
-            for (&id, entry) in &self.entries {
-                if waits_here(entry) {
-                    waiting.push((entry.asked, id));
-                }
-            }
-            if waiting.len() as u32 > known {
-                waiting.sort_unstable();
-                for (_, id) in waiting {
-                    self.ask_again(id);
-                }
-            }
-        }
-    }
-
-    pub(super) fn outlook(&mut self, now: Instant) -> Outlook {
-        let recovering = self.recovery.ends.iter().any(|end| *end > now);
-        self.started |= self.heard && !recovering;
-        Outlook {
-            up: self.connected && !self.down && self.heard,
-            started: self.started,
-            recovering,
-            sets: self.limits.iter().map(|limit| limit.seen).collect(),
-            local: self.limits.iter().map(|limit| limit.local).collect(),
-            hold: self.limits.iter().map(|limit| limit.hold.map(Duration::from_secs_f64)).collect(),
         }
     }
 }

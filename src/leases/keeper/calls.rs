@@ -1,0 +1,105 @@
+//! What goes to the store.
+
+use super::*;
+
+impl Keeper {
+    /// What is to be sent now, if anything.
+    pub(in crate::leases) fn next_call(&mut self, now: Instant) -> Option<Call> {
+        let mut call = Call::default();
+        // On a new connection what is held comes first: a release might hand on a slot that isn't free.
+        if !self.reasserting {
+            self.fill_releases(&mut call);
+        }
+        if self.next_beat <= now || self.reasserting {
+            call.heartbeat = Some(self.compose_heartbeat(now));
+        }
+        if !self.reasserting {
+            self.fill_acquires(&mut call, now);
+        }
+        if call.is_empty() && self.leaving == Leaving::Wanted && self.entries.is_empty() {
+            self.leaving = Leaving::Said;
+            let mut heartbeat = self.compose_heartbeat(now);
+            heartbeat.leaving = true;
+            call.heartbeat = Some(heartbeat);
+        }
+        (!call.is_empty()).then_some(call)
+    }
+
+    pub(in crate::leases) fn fill_releases(&mut self, call: &mut Call) {
+        while call.releases.len() < BATCH
+            && let Some(id) = self.gone.pop_front()
+        {
+            let Some(entry) = self.entries.get_mut(&id) else { continue };
+            if entry.phase == Phase::Leaving {
+                entry.phase = Phase::Releasing;
+                call.releases
+                    .push(Release { ask: entry.ask.clone(), queued: entry.queued || entry.again });
+            }
+        }
+    }
+
+    pub(in crate::leases) fn fill_acquires(&mut self, call: &mut Call, now: Instant) {
+        while call.acquires.len() < BATCH
+            && let Some(id) = self.new.pop_front()
+        {
+            let Some(entry) = self.entries.get_mut(&id) else { continue };
+            if entry.phase == Phase::New {
+                entry.phase = Phase::Asked;
+                call.acquires.push(Acquire {
+                    ask: entry.ask.clone(),
+                    waited: ms(now.duration_since(entry.asked)),
+                    may_wait: entry.ask.wants.iter().any(|want| want.set.queue > 0),
+                    again: entry.again,
+                });
+            }
+        }
+    }
+
+    pub(in crate::leases) fn compose_heartbeat(&mut self, now: Instant) -> Heartbeat {
+        // Without a subscription, grants are collected by heartbeats: more often then.
+        let pace = if self.subscribed { 1 } else { 4 };
+        self.next_beat = now + self.settings.heartbeat / pace;
+        self.reasserting = false;
+        let mut beats: Vec<Beat> = self
+            .settings
+            .limits
+            .iter()
+            .map(|limit| Beat { set: Arc::clone(&limit.set), renew: Vec::new() })
+            .collect();
+        let mut renewals = 0;
+        for entry in self.entries.values_mut() {
+            if matches!(entry.phase, Phase::Leaving | Phase::Releasing) || entry.held == 0 {
+                continue;
+            }
+            let mut due = false;
+            for want in &entry.ask.wants[..entry.held] {
+                let limit =
+                    self.settings.limits.iter().position(|limit| limit.set.key == want.set.key);
+                let Some(limit) = limit else { continue };
+                let every =
+                    self.settings.limits[limit].renew.saturating_sub(self.settings.heartbeat);
+                let last = entry.confirmed.max(entry.renewed);
+                if last >= self.renew_since && now.duration_since(last) < every {
+                    continue;
+                }
+                due = true;
+                let lapsed = ms(now.duration_since(entry.confirmed)) > want.set.lease;
+                beats[limit].renew.push(Renew {
+                    ask: entry.ask.clone(),
+                    weight: want.weight,
+                    lapsed,
+                });
+            }
+            if due {
+                entry.renewed = now;
+                renewals += 1;
+            }
+            if renewals == RENEWALS_PER_CALL {
+                self.next_beat = now;
+                self.reasserting = self.renew_since > entry.confirmed;
+                break;
+            }
+        }
+        Heartbeat { subscribed: self.subscribed, leaving: false, beats }
+    }
+}
