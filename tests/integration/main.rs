@@ -9,6 +9,7 @@ mod config_errors;
 mod crash;
 mod global_limit;
 mod harness;
+mod hazards;
 mod limit_change;
 mod refusal;
 mod shutdown;
