@@ -12,6 +12,7 @@ mod harness;
 mod hazards;
 mod limit_change;
 mod refusal;
+mod sdk;
 mod shutdown;
 mod store_faults;
 mod streaming;
