@@ -113,7 +113,8 @@ impl Admin {
         let mut limits = Map::new();
         for (index, name) in self.limits.iter().enumerate() {
             let status = self.admission.status(index).await;
-            limits.insert(name.to_string(), limit_status(&outlook, index, status));
+            let status = limit_status(&outlook, index, self.instance, status);
+            limits.insert(name.to_string(), status);
         }
         json!({
             "instance": self.instance.to_string(),
@@ -126,8 +127,16 @@ impl Admin {
 }
 
 /// One limit: exact where the store answers, else as of the last heartbeat.
-fn limit_status(outlook: &Outlook, index: usize, status: Result<SetStatus, StoreError>) -> Value {
+fn limit_status(
+    outlook: &Outlook,
+    index: usize,
+    instance: Uuid,
+    status: Result<SetStatus, StoreError>,
+) -> Value {
     let seen: &SetState = &outlook.sets[index];
+    let local = status.as_ref().map_or(outlook.local[index], |status| {
+        status.by_instance.get(&instance).copied().unwrap_or(0)
+    });
     let hold = outlook.hold[index].map(|hold| hold.as_secs_f64());
     let status = status.unwrap_or_else(|_| SetStatus {
         slots: seen.slots,
@@ -141,7 +150,7 @@ fn limit_status(outlook: &Outlook, index: usize, status: Result<SetStatus, Store
     json!({
         "slots": status.slots,
         "in_use": status.used,
-        "local": outlook.local[index],
+        "local": local,
         "waiting": { "normal": waiting },
         "oldest_wait_ms": oldest.unwrap_or(0),
         "queue_seconds": queue_seconds,

@@ -199,7 +199,7 @@ fn on_runtime<E: Display>(
     }
 }
 
-/// Sets up what is one per process: the log, on stdout, and the provider of TLS.
+/// Sets up what is one per process: the log, on stderr, and the provider of TLS.
 pub fn init() {
     let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new("info"));
     let log = tracing_subscriber::fmt().with_env_filter(filter).with_writer(io::stderr);

@@ -15,7 +15,7 @@ use std::{
 };
 
 use bytes::Bytes;
-use http::Response;
+use http::{Request, Response};
 use http_body::{Body, Frame};
 use hyper::body::Incoming;
 use tokio::{runtime::Handle, time::Instant};
@@ -26,8 +26,8 @@ use crate::{
     gauge::Share,
     reason::Reason,
     registry::Registry,
-    upload::Upload,
-    upstream::{Sent, Upstream, connect::UpstreamConn},
+    upload::{Outgoing, Upload},
+    upstream::{Cause, Link, SendError, Sent, Upstream, UpstreamConn},
 };
 
 mod owner;
@@ -55,11 +55,12 @@ pub(crate) struct Exchange {
 }
 
 /// Why there is no response head.
-#[derive(Debug, PartialEq, Eq)]
+#[derive(Debug)]
 pub(crate) struct Failure {
     pub(crate) reason: Reason,
-    /// The connection was an old one and may have been closed before the request came to it.
-    pub(crate) was_stale: bool,
+    /// The request, if it may be sent once more: its connection was an old one and may have been
+    /// closed before the request came to it.
+    pub(crate) spare: Option<Box<Request<Outgoing>>>,
 }
 
 /// Why a response body ended early.
@@ -78,6 +79,8 @@ struct State {
     is_waiting: bool,
     /// Since when, as far as the janitor saw.
     waiting_since: Option<Instant>,
+    /// How much of the upload had been handed over when the janitor last looked.
+    pieces_seen: u32,
     waker: Option<Waker>,
     is_finishing: bool,
 }
@@ -86,8 +89,8 @@ struct State {
 enum Phase {
     /// Nothing is under way: before the first try, or after a failed one.
     Idle(Held, Option<Arc<UpstreamConn>>),
-    Head(Held, Box<Sent>),
-    Body(Held, Incoming, Option<Arc<UpstreamConn>>),
+    Head(Held, Sent),
+    Body(Held, Incoming, Link),
     Over(Option<Reason>),
 }
 
@@ -122,6 +125,16 @@ impl Exchange {
         if !state.is_waiting {
             return None;
         }
+        if let (Phase::Head(..), Some(upload)) = (&state.phase, &self.upload) {
+            // The upstream's time begins when it has the request.
+            let mut seen = state.pieces_seen;
+            let is_under_way = upload.is_under_way(&mut seen);
+            state.pieces_seen = seen;
+            if is_under_way {
+                state.waiting_since = Some(now);
+                return None;
+            }
+        }
         let limit = match state.phase {
             Phase::Head(..) => self.upstream.response_timeout,
             Phase::Body(..) => self.upstream.idle_timeout,
@@ -141,32 +154,25 @@ impl Exchange {
                 unreachable!("polled after the end")
             }
         };
-        let answer = ready!(Pin::new(&mut sent.response).poll(cx));
-        let Phase::Head(held, sent) = state.close(None) else { unreachable!("looked at above") };
+        let answer = ready!(sent.poll(&self.upstream.pool, cx));
+        let Phase::Head(held, _) = state.close(None) else { unreachable!("looked at above") };
         Poll::Ready(match answer {
-            Ok(response) => Ok(state.begin_body(held, response)),
-            Err(error) => {
-                let conn = sent.connection();
-                let failure = self.blame(&error, conn.as_deref());
+            Ok((response, link)) => Ok(state.begin_body(held, response, link)),
+            Err(SendError { cause, conn, spare }) => {
                 state.phase = Phase::Idle(held, conn);
-                Err(failure)
+                Err(Failure { reason: self.blame(&cause), spare })
             }
         })
     }
 
-    fn blame(
-        &self,
-        error: &hyper_util::client::legacy::Error,
-        conn: Option<&UpstreamConn>,
-    ) -> Failure {
+    fn blame(&self, cause: &Cause) -> Reason {
         let fault = self.upload.as_ref().and_then(|upload| upload.fault());
-        let reason = match fault {
-            Some(fault) => fault,
-            None if error.is_connect() => Reason::UpstreamConnect,
-            None => Reason::UpstreamReset,
-        };
-        tracing::debug!(?error, reason = reason.as_str(), "no response");
-        Failure { reason, was_stale: fault.is_none() && conn.is_some_and(UpstreamConn::was_stale) }
+        let reason = fault.unwrap_or(match cause {
+            Cause::Connect(_) => Reason::UpstreamConnect,
+            Cause::Broken(_) => Reason::UpstreamReset,
+        });
+        tracing::debug!(%cause, reason = reason.as_str(), "no response");
+        reason
     }
 
     fn poll_frame(&self, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Broken>>> {
@@ -215,16 +221,20 @@ impl Exchange {
     /// The response is complete: the slot is free at once.
     fn complete(&self, phase: Phase) {
         self.registry.remove(self.holder);
-        // An upload that nobody waits for would keep the connection, and the client busy.
-        if let Some(upload) = &self.upload
-            && !upload.is_sent()
-        {
-            upload.stop();
-            if let Phase::Body(_, _, Some(conn)) = &phase {
-                conn.abort();
+        let Phase::Body(held, body, link) = phase else {
+            return;
+        };
+        drop(body);
+        match &self.upload {
+            // An upload that nobody waits for would keep the connection, and the client busy.
+            Some(upload) if !upload.is_sent() => {
+                upload.stop();
+                link.conn.abort();
             }
+            _ => self.upstream.pool.put(link),
         }
-        drop(phase);
+        // Last, so that whoever gets the slot finds the connection.
+        drop(held);
     }
 
     /// The exchange ends early: the upstream must see it first, then the slot is free.
@@ -234,7 +244,8 @@ impl Exchange {
             upload.stop();
         }
         let (held, conn) = match phase {
-            Phase::Idle(held, conn) | Phase::Body(held, _, conn) => (held, conn),
+            Phase::Idle(held, conn) => (held, conn),
+            Phase::Body(held, _, link) => (held, Some(link.conn)),
             Phase::Head(held, sent) => {
                 // Not polled any more, so no byte goes out between this look and the drop.
                 let conn = sent.connection();
@@ -267,15 +278,12 @@ impl State {
         std::mem::replace(&mut self.phase, Phase::Over(reason))
     }
 
-    fn begin_body(&mut self, held: Held, response: Response<Incoming>) -> Response<()> {
-        let (mut head, body) = response.into_parts();
-        let conn: Option<Arc<UpstreamConn>> = head.extensions.remove();
-        if let Some(conn) = &conn {
-            conn.answered();
-        }
+    fn begin_body(&mut self, held: Held, response: Response<Incoming>, link: Link) -> Response<()> {
+        let (head, body) = response.into_parts();
+        link.conn.answered();
         self.is_waiting = false;
         self.waiting_since = None;
-        self.phase = Phase::Body(held, body, conn);
+        self.phase = Phase::Body(held, body, link);
         Response::from_parts(head, ())
     }
 
@@ -289,6 +297,6 @@ impl State {
 
 impl Failure {
     fn cut(reason: Reason) -> Self {
-        Self { reason, was_stale: false }
+        Self { reason, spare: None }
     }
 }

@@ -3,7 +3,7 @@
 //! Fields of the connection are stripped first and ours are added after, so that no `Connection:`
 //! line can name one of ours and have it dropped.
 
-use std::{fmt::Write, net::IpAddr};
+use std::{net::IpAddr, time::Duration};
 
 use http::{
     HeaderMap, HeaderName, HeaderValue,
@@ -18,20 +18,20 @@ pub(crate) const SERVER_TIMING: HeaderName = HeaderName::from_static("server-tim
 
 /// What the proxy knows of the way a request came.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Way {
+pub(crate) struct Way<'a> {
     /// The other end of the socket.
-    pub(crate) peer: IpAddr,
+    pub(crate) peer: &'a HeaderValue,
     /// The client itself, where a trusted hop told.
-    pub(crate) client: IpAddr,
+    pub(crate) client: Option<IpAddr>,
     /// Whether the peer's forwarding headers count.
     pub(crate) trusted: bool,
 }
 
 /// Makes the client's fields fit for the upstream.
-pub(crate) fn to_upstream(headers: &mut HeaderMap, way: &Way) {
-    let wants_trailers = headers.get_all(TE).iter().any(|line| has_token(line, "trailers"));
-    let mut doomed = of_the_connection(headers);
-    doomed.extend(headers.keys().filter(|name| is_untold(name.as_str(), way.trusted)).cloned());
+pub(crate) fn to_upstream(headers: &mut HeaderMap, way: &Way<'_>) {
+    let doomed = doomed(headers, |name| is_untold(name, way.trusted));
+    let wants_trailers =
+        doomed.contains(&TE) && headers.get_all(TE).iter().any(|line| has_token(line, "trailers"));
     for name in doomed {
         headers.remove(name);
     }
@@ -44,14 +44,12 @@ pub(crate) fn to_upstream(headers: &mut HeaderMap, way: &Way) {
 
 /// Makes the upstream's fields fit for the client.
 pub(crate) fn to_client(headers: &mut HeaderMap) {
-    // Where both say how long the body is, only the framing that was stripped was true.
-    if headers.contains_key(TRANSFER_ENCODING) {
+    // Those of ours say that the answer is ours.
+    let doomed = doomed(headers, |name| name.starts_with("tidegate-"));
+    // Where both say how long the body is, only the framing that is stripped was true.
+    if doomed.contains(&TRANSFER_ENCODING) {
         headers.remove(CONTENT_LENGTH);
     }
-    let mut doomed = of_the_connection(headers);
-    // Ours say that the answer is ours.
-    let ours = headers.keys().filter(|name| name.as_str().starts_with("tidegate-"));
-    doomed.extend(ours.cloned());
     for name in doomed {
         headers.remove(name);
     }
@@ -73,28 +71,40 @@ pub(crate) fn clean_trailers(trailers: &mut HeaderMap) {
 }
 
 /// Appends `Server-Timing`, in whole and tenth milliseconds.
-pub(crate) fn add_timing(headers: &mut HeaderMap, queue_us: u128, upstream_us: Option<u128>) {
+pub(crate) fn add_timing(headers: &mut HeaderMap, queue: Duration, upstream: Option<Duration>) {
     let mut text = Text::default();
-    let _ = write!(text, "queue;dur={}.{}", queue_us / 1000, queue_us / 100 % 10);
-    if let Some(us) = upstream_us {
-        let _ = write!(text, ", upstream;dur={}.{}", us / 1000, us / 100 % 10);
+    text.push(b"queue;dur=");
+    text.push_ms(queue);
+    if let Some(upstream) = upstream {
+        text.push(b", upstream;dur=");
+        text.push_ms(upstream);
     }
     headers.append(SERVER_TIMING, text.value());
 }
 
-/// The fields that mean this connection only: the known ones and those that `Connection` names.
-fn of_the_connection(headers: &HeaderMap) -> Vec<HeaderName> {
-    let mut names: Vec<_> =
-        headers.keys().filter(|name| is_hop_by_hop(name.as_str())).cloned().collect();
+/// The fields that stay behind: those that mean this connection only, because they are known to or
+/// because `Connection` names them, and what else is said to.
+fn doomed(headers: &HeaderMap, is_doomed: impl Fn(&str) -> bool) -> Vec<HeaderName> {
+    let is_doomed = |name: &&HeaderName| is_hop_by_hop(name.as_str()) || is_doomed(name.as_str());
+    let mut names: Vec<_> = headers.keys().filter(is_doomed).cloned().collect();
+    if !names.contains(&CONNECTION) {
+        return names;
+    }
     for line in headers.get_all(CONNECTION) {
-        let tokens = line.as_bytes().split(|byte| *byte == b',');
+        let tokens = line.as_bytes().split(|byte| *byte == b',').map(<[u8]>::trim_ascii);
         names.extend(
             tokens
-                .filter_map(|token| HeaderName::from_bytes(token.trim_ascii()).ok())
+                .filter(|token| !is_option(token))
+                .filter_map(|token| HeaderName::from_bytes(token).ok())
                 .filter(|name| !is_kept(name.as_str())),
         );
     }
     names
+}
+
+/// What a `Connection` line usually says, and which names no field that isn't doomed already.
+fn is_option(token: &[u8]) -> bool {
+    token.eq_ignore_ascii_case(b"keep-alive") || token.eq_ignore_ascii_case(b"close")
 }
 
 fn is_hop_by_hop(name: &str) -> bool {
@@ -129,7 +139,7 @@ fn is_forwarding(name: &str) -> bool {
 /// Fields that aren't the client's to tell: ours, the way's unless a trusted hop tells it, and their
 /// twins with underscores, which many upstreams can't tell from the real ones.
 fn is_untold(name: &str, trusted: bool) -> bool {
-    if name.contains('_') {
+    if name.as_bytes().contains(&b'_') {
         let twin = name.replace('_', "-");
         return is_kept(&twin) || is_hop_by_hop(&twin);
     }
@@ -147,28 +157,19 @@ fn join_cookies(headers: &mut HeaderMap) {
     headers.insert(COOKIE, joined);
 }
 
-fn tell_the_way(headers: &mut HeaderMap, way: &Way) {
-    let mut text = Text::default();
-    let _ = write!(text, "{}", way.peer);
-    let peer = text.value();
-    // `Forwarded` would have to agree with the others; most upstreams read those.
-    headers.remove(FORWARDED);
-    let chain = headers.get_all(X_FORWARDED_FOR).iter();
-    let mut hops: Vec<_> = chain.map(HeaderValue::as_bytes).collect();
-    let chain = if hops.is_empty() {
-        peer.clone()
-    } else {
-        hops.push(peer.as_bytes());
-        HeaderValue::from_bytes(&hops.join(&b", "[..])).expect("joined from values")
-    };
-    headers.insert(X_FORWARDED_FOR, chain);
-    if way.client == way.peer {
-        headers.insert(X_REAL_IP, peer);
-    } else {
-        let mut text = Text::default();
-        let _ = write!(text, "{}", way.client);
-        headers.insert(X_REAL_IP, text.value());
+fn tell_the_way(headers: &mut HeaderMap, way: &Way<'_>) {
+    let mut chain = way.peer.clone();
+    if way.trusted {
+        // `Forwarded` would have to agree with the others; most upstreams read those.
+        headers.remove(FORWARDED);
+        let hops = headers.get_all(X_FORWARDED_FOR).iter().chain([way.peer]);
+        let hops: Vec<_> = hops.map(HeaderValue::as_bytes).collect();
+        chain = HeaderValue::from_bytes(&hops.join(&b", "[..])).expect("joined from values");
     }
+    headers.insert(X_FORWARDED_FOR, chain);
+    let client = way.client.map(|client| HeaderValue::try_from(client.to_string()));
+    let client = client.map(|text| text.expect("an address is ASCII"));
+    headers.insert(X_REAL_IP, client.unwrap_or_else(|| way.peer.clone()));
     headers.entry(X_FORWARDED_PROTO).or_insert(HeaderValue::from_static("http"));
     if let Some(host) = headers.get(HOST).cloned() {
         headers.entry(X_FORWARDED_HOST).or_insert(host);
@@ -194,18 +195,42 @@ impl Default for Text {
 }
 
 impl Text {
+    fn push(&mut self, text: &[u8]) {
+        if let Some(room) = self.bytes.get_mut(self.len..self.len + text.len()) {
+            room.copy_from_slice(text);
+            self.len += text.len();
+        }
+    }
+
+    /// Digit by digit, since formatting would cost more than the rest of the head.
+    fn push_ms(&mut self, time: Duration) {
+        let tenths = time.as_secs().saturating_mul(10_000);
+        let mut rest = tenths.saturating_add(u64::from(time.subsec_nanos() / 100_000));
+        let mut digits = [b'0'; 21];
+        let mut at = digits.len();
+        let mut put = |byte| {
+            at -= 1;
+            digits[at] = byte;
+        };
+        put(digit(&mut rest));
+        put(b'.');
+        put(digit(&mut rest));
+        while rest > 0 {
+            put(digit(&mut rest));
+        }
+        self.push(&digits[at..]);
+    }
+
     fn value(&self) -> HeaderValue {
-        HeaderValue::from_bytes(&self.bytes[..self.len]).expect("written from numbers and ASCII")
+        HeaderValue::from_bytes(&self.bytes[..self.len]).expect("written from digits and ASCII")
     }
 }
 
-impl Write for Text {
-    fn write_str(&mut self, text: &str) -> std::fmt::Result {
-        let room = self.bytes.get_mut(self.len..self.len + text.len());
-        room.ok_or(std::fmt::Error)?.copy_from_slice(text.as_bytes());
-        self.len += text.len();
-        Ok(())
-    }
+/// Takes the last digit off a number.
+fn digit(rest: &mut u64) -> u8 {
+    let last = (*rest % 10) as u8;
+    *rest /= 10;
+    b'0' + last
 }
 
 #[cfg(test)]

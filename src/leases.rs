@@ -268,6 +268,7 @@ async fn run(desk: Arc<Desk>) {
             Err(error) => {
                 failures += 1;
                 tracing::debug!(%error, "no connection to the store");
+                desk.lock().give_up_after(failures);
             }
         }
         if desk.lock().has_left() {

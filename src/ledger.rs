@@ -4,11 +4,10 @@
 //! in Lua for Redis, and a test feeds both the same random operations. Read this file for what the store promises;
 //! `set.rs` beside it holds the rules of one semaphore.
 
-use std::{
-    collections::{BTreeSet, HashMap, HashSet},
-    sync::Arc,
-};
+use std::{collections::BTreeSet, sync::Arc};
 
+// Ids are random and the other keys are the configuration's, so nobody can choose what collides.
+use rustc_hash::{FxHashMap as HashMap, FxHashSet as HashSet};
 use uuid::Uuid;
 
 mod set;

@@ -66,11 +66,10 @@ struct Notes {
     queued: Duration,
 }
 
-/// A request ready to leave, and what it needs to leave once more.
+/// A request ready to leave.
 struct Call {
     upstream: Arc<Upstream>,
     request: Request<Outgoing>,
-    spare: Option<Request<Outgoing>>,
 }
 
 impl Proxy {
@@ -185,11 +184,12 @@ impl Proxy {
         conn: &ClientConn,
     ) -> Result<Call, Reply> {
         let upstream = Arc::clone(&self.upstreams[route]);
-        let peer = conn.peer.ip().to_canonical();
+        let peer = conn.peer.ip();
+        let trusted = client::is_trusted(peer, &self.trusted);
         let way = Way {
-            peer,
-            client: client::address(peer, &parts.headers, &self.trusted),
-            trusted: client::is_trusted(peer, &self.trusted),
+            peer: conn.address(),
+            client: trusted.then(|| client::address(peer, &parts.headers, &self.trusted)),
+            trusted,
         };
         headers::to_upstream(&mut parts.headers, &way);
         if let Some(host) = &upstream.host {
@@ -203,13 +203,7 @@ impl Proxy {
         parts.uri = target.map_err(|_| Reason::BadRequest)?;
         parts.version = Version::HTTP_11;
         parts.extensions.clear();
-        let spare = parts
-            .method
-            .is_idempotent()
-            .then(|| body.again())
-            .flatten()
-            .map(|body| Request::from_parts(parts.clone(), body));
-        Ok(Call { upstream, request: Request::from_parts(parts, body), spare })
+        Ok(Call { upstream, request: Request::from_parts(parts, body) })
     }
 
     async fn forward(
@@ -226,10 +220,8 @@ impl Proxy {
         let registry = Arc::clone(&self.registry);
         let owner = Owner::new(held, call.upstream, upload, registry, self.runtime.clone());
         let mut answer = owner.send(call.request, Attempt::First, started).await;
-        if let Err(Failure { was_stale: true, .. }) = answer
-            && let Some(spare) = call.spare
-        {
-            answer = owner.send(spare, Attempt::Second, Instant::now()).await;
+        if let Err(Failure { spare: Some(spare), .. }) = answer {
+            answer = owner.send(*spare, Attempt::Second, Instant::now()).await;
         }
         let took = started.elapsed();
         match answer {
@@ -266,7 +258,6 @@ fn deliver(
     let mut response = head.map(|()| ResponseBody::streamed(owner));
     *response.version_mut() = Version::HTTP_11;
     headers::to_client(response.headers_mut());
-    let took = Some(took.as_micros());
-    headers::add_timing(response.headers_mut(), queued.as_micros(), took);
+    headers::add_timing(response.headers_mut(), queued, Some(took));
     response
 }

@@ -1,11 +1,11 @@
 //! Every exchange of the process, and the one task that cuts those that are overdue.
 
 use std::{
-    collections::HashMap,
     sync::{Arc, Mutex, MutexGuard, PoisonError, Weak},
     time::Duration,
 };
 
+use rustc_hash::FxHashMap;
 use tokio::{
     runtime::Handle,
     time::{Instant, MissedTickBehavior},
@@ -18,7 +18,8 @@ use crate::{exchange::Exchange, reason::Reason};
 const TICK: Duration = Duration::from_millis(250);
 const SHARDS: usize = 16;
 
-type Shard = HashMap<Uuid, Arc<Exchange>>;
+/// Nobody outside chooses the keys, so a fast hash will do.
+type Shard = FxHashMap<Uuid, Arc<Exchange>>;
 
 /// The exchanges by holder, in shards so that requests seldom wait for each other.
 #[derive(Debug, Default)]

@@ -74,11 +74,7 @@ impl Reply {
         if let Some(allow) = self.allow {
             head.insert(ALLOW, allow);
         }
-        headers::add_timing(
-            head,
-            queue.as_micros(),
-            self.upstream.map(|upstream| upstream.as_micros()),
-        );
+        headers::add_timing(head, queue, self.upstream);
         response
     }
 }
@@ -100,7 +96,7 @@ pub(crate) fn options() -> Response<ResponseBody> {
     let mut response = Response::new(ResponseBody::whole(Bytes::new()));
     *response.status_mut() = StatusCode::NO_CONTENT;
     response.extensions_mut().insert(Refused);
-    headers::add_timing(response.headers_mut(), 0, None);
+    headers::add_timing(response.headers_mut(), Duration::ZERO, None);
     response
 }
 

@@ -7,7 +7,7 @@ use std::{
     pin::Pin,
     sync::{
         Arc,
-        atomic::{AtomicU8, Ordering},
+        atomic::{AtomicBool, AtomicU8, AtomicU32, Ordering},
     },
     task::{Context, Poll, ready},
 };
@@ -39,6 +39,10 @@ pub(crate) enum Outgoing {
 pub(crate) struct Upload {
     state: AtomicU8,
     waker: AtomicWaker,
+    /// Pieces handed over.
+    pieces: AtomicU32,
+    /// The client has yet to send the next piece.
+    awaits_client: AtomicBool,
 }
 
 /// Why a request body can't be sent on.
@@ -89,6 +93,14 @@ impl Upload {
     /// Whether the whole body was handed over.
     pub(crate) fn is_sent(&self) -> bool {
         self.state.load(Ordering::Acquire) == SENT
+    }
+
+    /// Whether it isn't the upstream's fault that there is no answer yet: the client has yet to send, or pieces were handed
+    /// over since `seen` was counted.
+    pub(crate) fn is_under_way(&self, seen: &mut u32) -> bool {
+        let pieces = self.pieces.load(Ordering::Relaxed);
+        let moved = std::mem::replace(seen, pieces) != pieces;
+        moved || (!self.is_sent() && self.awaits_client.load(Ordering::Relaxed))
     }
 
     /// What the client did wrong, if it did.
@@ -149,7 +161,10 @@ impl Body for Outgoing {
                 if upload.is_stopped() {
                     return Poll::Ready(Some(Err(UploadError::Stopped)));
                 }
-                let frame = ready!(Pin::new(&mut *body).poll_frame(cx));
+                let frame = Pin::new(&mut *body).poll_frame(cx);
+                upload.awaits_client.store(frame.is_pending(), Ordering::Relaxed);
+                let frame = ready!(frame);
+                upload.pieces.fetch_add(1, Ordering::Relaxed);
                 match &frame {
                     None => upload.end(SENT),
                     Some(Ok(_)) if body.is_end_stream() => upload.end(SENT),

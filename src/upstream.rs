@@ -4,36 +4,27 @@ use std::{sync::Arc, time::Duration};
 
 use http::{
     HeaderValue, Request, Uri,
-    uri::{Authority, Parts, PathAndQuery, Scheme},
+    uri::{InvalidUri, PathAndQuery},
 };
-use hyper_util::{
-    client::legacy::{
-        Client, ResponseFuture,
-        connect::{CaptureConnection, capture_connection},
-    },
-    rt::{TokioExecutor, TokioTimer},
-};
+use tokio::time::Instant;
 
 use crate::{
     config::{self, HostHeader, OnClientGone},
     upload::Outgoing,
 };
 
-pub(crate) mod connect;
+mod connect;
+mod pool;
 
-use connect::{Connector, UpstreamConn};
+pub(crate) use connect::UpstreamConn;
+pub(crate) use pool::{Cause, Link, Pool, SendError, Sent};
 
-/// Shorter than the 5 s after which common servers close an idle connection, so that we close first.
-const POOL_IDLE: Duration = Duration::from_secs(4);
+use connect::Connector;
 
 /// An upstream, ready to be called.
 #[derive(Debug)]
 pub(crate) struct Upstream {
-    pooled: Client<Connector, Outgoing>,
-    /// Never reuses a connection, for the second try.
-    fresh: Client<Connector, Outgoing>,
-    scheme: Scheme,
-    authority: Authority,
+    pub(crate) pool: Arc<Pool>,
     /// Goes in front of the request's path; never ends with a slash.
     base: String,
     /// What the upstream sees as Host, unless the client's is kept.
@@ -53,29 +44,16 @@ pub(crate) enum Attempt {
     Second,
 }
 
-/// A request on its way.
-#[derive(Debug)]
-pub(crate) struct Sent {
-    pub(crate) response: ResponseFuture,
-    connection: CaptureConnection,
-}
-
 impl Upstream {
+    /// Must be called inside the runtime on which its connections will live.
     pub(crate) fn new(config: &config::Upstream) -> Self {
-        let endpoint = config.endpoint.clone().into_parts();
-        let scheme = endpoint.scheme.expect("an endpoint has a scheme");
-        let authority = endpoint.authority.expect("an endpoint has an authority");
-        let connector = Connector::new(scheme == Scheme::HTTPS, config.connect_timeout);
+        let endpoint = &config.endpoint;
+        let authority = endpoint.authority().expect("an endpoint has an authority");
         let host = HeaderValue::from_str(authority.as_str()).expect("an authority is ASCII");
-        let path = endpoint.path_and_query;
-        let base = path.as_ref().map_or("", |path| path.path());
         Self {
-            pooled: client(connector.clone(), usize::MAX),
-            fresh: client(connector, 0),
-            scheme,
-            base: base.trim_end_matches('/').to_owned(),
+            pool: Pool::start(Connector::new(endpoint.clone(), config.connect_timeout)),
+            base: endpoint.path().trim_end_matches('/').to_owned(),
             host: (config.host == HostHeader::Upstream).then_some(host),
-            authority,
             response_timeout: config.response_timeout,
             idle_timeout: config.idle_timeout,
             linger: config.linger,
@@ -83,49 +61,22 @@ impl Upstream {
         }
     }
 
-    /// Where a request goes: the endpoint, its base path, and the target byte for byte.
-    pub(crate) fn target(&self, target: PathAndQuery) -> Result<Uri, http::Error> {
-        let target = if self.base.is_empty() {
-            target
-        } else {
-            PathAndQuery::try_from(format!("{}{target}", self.base))?
-        };
-        let mut parts = Parts::default();
-        parts.scheme = Some(self.scheme.clone());
-        parts.authority = Some(self.authority.clone());
-        parts.path_and_query = Some(target);
-        Ok(Uri::from_parts(parts)?)
+    /// What a request asks for: behind the base path, the target byte for byte.
+    pub(crate) fn target(&self, target: PathAndQuery) -> Result<Uri, InvalidUri> {
+        if self.base.is_empty() && target.as_str().starts_with('/') {
+            return Ok(target.into());
+        }
+        // Shows a slash where there is no path, as in `http://host?query`.
+        Ok(PathAndQuery::try_from(format!("{}{target}", self.base))?.into())
     }
 
-    /// Starts a request. Nothing moves until the response is polled.
-    pub(crate) fn send(&self, mut request: Request<Outgoing>, attempt: Attempt) -> Sent {
-        let connection = capture_connection(&mut request);
-        let client = match attempt {
-            Attempt::First => &self.pooled,
-            Attempt::Second => &self.fresh,
-        };
-        Sent { response: client.request(request), connection }
+    /// Starts a request.
+    pub(crate) fn send(&self, request: Request<Outgoing>, attempt: Attempt, now: Instant) -> Sent {
+        match attempt {
+            Attempt::First => self.pool.send(request, now),
+            Attempt::Second => self.pool.send_afresh(request),
+        }
     }
-}
-
-impl Sent {
-    /// The connection the request went to; none while not a byte of it was sent.
-    pub(crate) fn connection(&self) -> Option<Arc<UpstreamConn>> {
-        let connected = self.connection.connection_metadata();
-        let mut extras = http::Extensions::new();
-        connected.as_ref()?.get_extras(&mut extras);
-        extras.remove()
-    }
-}
-
-fn client(connector: Connector, idle_connections: usize) -> Client<Connector, Outgoing> {
-    Client::builder(TokioExecutor::new())
-        .pool_timer(TokioTimer::new())
-        .pool_idle_timeout(POOL_IDLE)
-        .pool_max_idle_per_host(idle_connections)
-        .set_host(false)
-        .retry_canceled_requests(true)
-        .build(connector)
 }
 
 #[cfg(test)]
@@ -149,9 +100,9 @@ pub(crate) mod tests {
     async fn the_target_is_forwarded_byte_for_byte_behind_the_base_path() {
         let odd = "/a%2Fb//c/../d/%2e%2e/x?q=a%2Fb&&r=%20+;%5B";
         for (endpoint, expected) in [
-            ("http://h:81", format!("http://h:81{odd}")),
-            ("http://h/", format!("http://h{odd}")),
-            ("https://h/base/", format!("https://h/base{odd}")),
+            ("http://h:81", odd.to_owned()),
+            ("http://h/", odd.to_owned()),
+            ("https://h/base/", format!("/base{odd}")),
         ] {
             let upstream = Upstream::new(&config(endpoint));
             let target = upstream.target(PathAndQuery::from_static(odd)).unwrap();

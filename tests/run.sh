@@ -1,21 +1,41 @@
 #!/bin/sh
-# Runs every test. Installs redis-server first where it is missing: the tests start private servers of their own.
+# Runs every test. Installs what is missing first: redis-server, since the tests start private servers of their own, and
+# curl and Python with the SDKs of LLM providers (into target/sdk-venv), since the tests try clients as they are.
 set -eu
 cd "$(dirname "$0")/.."
 
-if ! command -v redis-server >/dev/null; then
+install() {
     if ! command -v apt-get >/dev/null; then
-        echo "The tests need redis-server (7.0 or later, or a Valkey under that name) on the PATH: please install it." >&2
+        echo "The tests need $1 on the PATH ($2): please install it." >&2
         exit 1
     fi
     as_root=
     if [ "$(id -u)" -ne 0 ]; then
         as_root=sudo
     fi
-    echo "redis-server is missing. Installing the package redis-server with apt-get${as_root:+ through sudo}."
+    echo "$1 is missing. Installing the package $1 with apt-get${as_root:+ through sudo}."
     $as_root apt-get update
-    $as_root env DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends redis-server
+    $as_root env DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends "$1"
+}
+
+if ! command -v redis-server >/dev/null; then
+    install redis-server "7.0 or later, or a Valkey under that name"
     echo "Installed: $(redis-server --version)"
+fi
+
+if ! command -v curl >/dev/null; then
+    install curl "any"
+fi
+
+venv=target/sdk-venv
+if ! cmp -s tests/sdk/requirements.txt "$venv/requirements.txt"; then
+    if ! python3 -c 'import venv, ensurepip' 2>/dev/null; then
+        install python3-venv "Python 3.10 or later, with venv"
+    fi
+    echo "Installing into $venv with pip:" $(cat tests/sdk/requirements.txt)
+    python3 -m venv --clear "$venv"
+    "$venv/bin/pip" install --quiet --disable-pip-version-check -r tests/sdk/requirements.txt
+    cp tests/sdk/requirements.txt "$venv/requirements.txt"
 fi
 
 echo "+ cargo test --locked $*"

@@ -43,6 +43,7 @@ impl Owner {
                 phase: Phase::Idle(held, None),
                 is_waiting: false,
                 waiting_since: None,
+                pieces_seen: 0,
                 waker: None,
                 is_finishing: false,
             }),
@@ -71,7 +72,7 @@ impl Owner {
         let mut state = self.0.lock();
         match state.close(None) {
             Phase::Idle(held, _) => {
-                let sent = Box::new(self.0.upstream.send(request, attempt));
+                let sent = self.0.upstream.send(request, attempt, now);
                 state.phase = Phase::Head(held, sent);
                 state.is_waiting = true;
                 state.waiting_since = Some(now);

@@ -11,8 +11,8 @@ fn map(fields: &[(&'static str, &'static str)]) -> HeaderMap {
 fn passed(fields: &[(&'static str, &'static str)], trusted: bool) -> HeaderMap {
     let mut headers = map(fields);
     let way = Way {
-        peer: [10, 0, 0, 1].into(),
-        client: if trusted { [198, 51, 100, 7] } else { [10, 0, 0, 1] }.into(),
+        peer: &HeaderValue::from_static("10.0.0.1"),
+        client: trusted.then(|| [198, 51, 100, 7].into()),
         trusted,
     };
     to_upstream(&mut headers, &way);
@@ -154,6 +154,13 @@ fn trailers_cannot_claim_what_headers_cannot() {
 #[test]
 fn timing_is_in_milliseconds() {
     let mut headers = HeaderMap::new();
-    add_timing(&mut headers, 1_250, Some(30));
+    let us = Duration::from_micros;
+    add_timing(&mut headers, us(1_250), Some(us(30)));
     assert_eq!(headers["server-timing"], "queue;dur=1.2, upstream;dur=0.0");
+    add_timing(&mut headers, us(61_002_999), None);
+    let lines: Vec<_> = headers.get_all("server-timing").iter().collect();
+    assert_eq!(lines[1], "queue;dur=61002.9");
+    let mut headers = HeaderMap::new();
+    add_timing(&mut headers, Duration::MAX, Some(Duration::MAX));
+    assert!(headers.contains_key("server-timing"));
 }

@@ -17,6 +17,9 @@ use crate::store::{
     Renew, Renewed, Reply, SetSpec, SetState, Shed, Stamp, StoreError, Want,
 };
 
+mod answers;
+mod calls;
+
 /// How many requests, and how many releases, go into one call.
 const BATCH: usize = 128;
 /// How many renewals go into one call.
@@ -494,6 +497,9 @@ impl Keeper {
         if self.recovery.alarm.is_some_and(|alarm| alarm <= now) {
             self.recovery.alarm =
                 self.recovery.ends.iter().filter(|end| **end > now).min().copied();
+            if self.recovery.alarm.is_none() {
+                tracing::info!("slots are counted: requests are admitted again");
+            }
             self.next_beat = now;
         }
         while let Some(&(deadline, id)) = self.deadlines.first()
@@ -596,7 +602,7 @@ impl Keeper {
     pub(super) fn disconnected(&mut self, failures: u32) {
         self.connected = false;
         self.orders.clear();
-        self.down |= failures >= FAILURES_TO_GIVE_UP;
+        self.give_up_after(failures);
         let mut asking = Vec::new();
         for (&id, entry) in &mut self.entries {
             entry.renewed = entry.confirmed;
@@ -620,6 +626,14 @@ impl Keeper {
         }
     }
 
+    /// After some failures in a row nobody waits for the store any more.
+    pub(super) fn give_up_after(&mut self, failures: u32) {
+        if failures >= FAILURES_TO_GIVE_UP && !self.down {
+            self.down = true;
+            tracing::warn!("the store doesn't answer: new requests are refused, running ones go on");
+        }
+    }
+
     /// Refuses those who would wait for the store itself; waiters of a queue keep their place until their time is up.
     pub(super) fn turn_away(&mut self, now: Instant) {
         if self.connected {
@@ -639,442 +653,6 @@ impl Keeper {
         self.new.retain(|id| entries.get(id).is_some_and(|entry| entry.phase == Phase::New));
         if self.leaving == Leaving::Wanted {
             self.leaving = Leaving::Done;
-        }
-    }
-}
-
-// === impl Keeper: calls ===
-
-impl Keeper {
-    /// What is to be sent now, if anything.
-    pub(super) fn next_call(&mut self, now: Instant) -> Option<Call> {
-        let mut call = Call::default();
-        // On a new connection what is held comes first: a release might hand on a slot that isn't free.
-        if !self.reasserting {
-            self.fill_releases(&mut call);
-        }
-        if self.next_beat <= now || self.reasserting {
-            call.heartbeat = Some(self.compose_heartbeat(now));
-        }
-        if !self.reasserting {
-            self.fill_acquires(&mut call, now);
-        }
-        if call.is_empty() && self.leaving == Leaving::Wanted && self.entries.is_empty() {
-            self.leaving = Leaving::Said;
-            let mut heartbeat = self.compose_heartbeat(now);
-            heartbeat.leaving = true;
-            call.heartbeat = Some(heartbeat);
-        }
-        (!call.is_empty()).then_some(call)
-    }
-
-    fn fill_releases(&mut self, call: &mut Call) {
-        while call.releases.len() < BATCH
-            && let Some(id) = self.gone.pop_front()
-        {
-            let Some(entry) = self.entries.get_mut(&id) else { continue };
-            if entry.phase == Phase::Leaving {
-                entry.phase = Phase::Releasing;
-                call.releases.push(Release {
-                    ask: entry.ask.clone(),
-                    queued: entry.queued || entry.again,
-                    refund: !entry.admitted && !entry.ask.rates.is_empty(),
-                });
-            }
-        }
-    }
-
-    fn fill_acquires(&mut self, call: &mut Call, now: Instant) {
-        while call.acquires.len() < BATCH
-            && let Some(id) = self.new.pop_front()
-        {
-            let Some(entry) = self.entries.get_mut(&id) else { continue };
-            if entry.phase == Phase::New {
-                entry.phase = Phase::Asked;
-                call.acquires.push(Acquire {
-                    ask: entry.ask.clone(),
-                    waited: ms(now.duration_since(entry.asked)),
-                    may_wait: entry.ask.wants.iter().any(|want| want.set.queue > 0),
-                    again: entry.again,
-                });
-            }
-        }
-    }
-
-    fn compose_heartbeat(&mut self, now: Instant) -> Heartbeat {
-        // Without a subscription, grants are collected by heartbeats: more often then.
-        let pace = if self.subscribed { 1 } else { 4 };
-        self.next_beat = now + self.settings.heartbeat / pace;
-        self.reasserting = false;
-        let mut beats = Beats::of_limits(&self.settings.limits, &mut self.limits);
-        let mut renewals = 0;
-        for entry in self.entries.values_mut() {
-            if matches!(entry.phase, Phase::Leaving | Phase::Releasing) {
-                continue;
-            }
-            let mut due = false;
-            for want in &entry.ask.wants[..entry.held] {
-                let every = self.settings.limits[want.set.limit].renew;
-                let every = every.saturating_sub(self.settings.heartbeat);
-                let last = entry.confirmed.max(entry.renewed);
-                if last >= self.renew_since && now.duration_since(last) < every {
-                    continue;
-                }
-                due = true;
-                let lapsed = ms(now.duration_since(entry.confirmed)) > want.set.lease;
-                let renew = Renew { ask: entry.ask.clone(), weight: want.weight, lapsed };
-                beats.of(&want.set).renew.push(renew);
-            }
-            if entry.phase == Phase::Waiting && entry.ask.wants[entry.held].set.keyed {
-                beats.of(&entry.ask.wants[entry.held].set);
-            }
-            if due {
-                entry.renewed = now;
-                renewals += 1;
-            }
-            if renewals == RENEWALS_PER_CALL {
-                self.next_beat = now;
-                self.reasserting = self.renew_since > entry.confirmed;
-                break;
-            }
-        }
-        let beats = beats.list;
-        Heartbeat { subscribed: self.subscribed, leaving: false, beats }
-    }
-}
-
-/// The beats of a heartbeat: one for each limit without a key, and one for each set of a key's value that is in use.
-struct Beats {
-    list: Vec<Beat>,
-    places: FxHashMap<Arc<str>, usize>,
-}
-
-impl Beats {
-    fn of_limits(limits: &[LimitSettings], states: &mut [LimitState]) -> Self {
-        let mut beats =
-            Self { list: Vec::with_capacity(limits.len()), places: FxHashMap::default() };
-        for (limit, state) in limits.iter().zip(states) {
-            if !limit.set.keyed {
-                let beat = beats.of(&limit.set);
-                beat.known.clone_from(&state.seen.order);
-                beat.order = state.order.take();
-            }
-        }
-        beats
-    }
-
-    fn of(&mut self, set: &Arc<SetSpec>) -> &mut Beat {
-        let place = *self.places.entry(Arc::clone(&set.key)).or_insert_with(|| {
-            self.list.push(Beat {
-                set: Arc::clone(set),
-                renew: Vec::new(),
-                known: None,
-                order: None,
-            });
-            self.list.len() - 1
-        });
-        &mut self.list[place]
-    }
-}
-
-impl Entry {
-    fn new(ask: Ask, phase: Phase, asked: Instant, now: Instant) -> Self {
-        Self {
-            ask,
-            phase,
-            answer: None,
-            asked,
-            again: false,
-            queued: false,
-            pushed: false,
-            held: 0,
-            confirmed: now,
-            renewed: now,
-            taken: now,
-            admitted: false,
-            patience: None,
-            deadline: None,
-        }
-    }
-}
-
-// === impl Keeper: answers ===
-
-impl Keeper {
-    /// Takes in what the store says. After an error the connection is given up, which accounts for everything.
-    pub(super) fn on_reply(
-        &mut self,
-        call: Call,
-        sent: Instant,
-        now: Instant,
-        result: Result<Reply, StoreError>,
-    ) {
-        let Ok(reply) = result else { return };
-        self.down = false;
-        if let Some(releases) = reply.releases {
-            self.note(releases.stamp, now);
-            for release in &call.releases {
-                self.entries.remove(&release.ask.id);
-            }
-            self.on_granted(&releases.granted, sent, now);
-        }
-        if let (Some(beat), Some(heartbeat)) = (reply.heartbeat, call.heartbeat) {
-            self.note(beat.stamp, now);
-            self.on_heartbeat(&heartbeat, beat, sent, now);
-        }
-        if let Some(acquires) = reply.acquires {
-            self.note(acquires.stamp, now);
-            for (acquire, outcome) in call.acquires.into_iter().zip(acquires.outcomes) {
-                self.on_acquired(acquire, outcome, sent, now);
-            }
-            self.on_granted(&acquires.granted, sent, now);
-            for id in acquires.displaced {
-                self.on_displaced(id, now);
-            }
-        }
-    }
-
-    /// Follows the store's recoveries. A new one means: say at once what is held.
-    fn note(&mut self, stamp: Stamp, now: Instant) {
-        if stamp.recovery == self.recovery.start {
-            return;
-        }
-        let at = |store_ms: i64| match u64::try_from(store_ms - stamp.now) {
-            Ok(ahead) => now + Duration::from_millis(ahead),
-            Err(_) => {
-                now.checked_sub(Duration::from_millis((stamp.now - store_ms) as u64)).unwrap_or(now)
-            }
-        };
-        self.recovery.start = stamp.recovery;
-        self.recovery.began = at(stamp.recovery);
-        self.recovery.ends = self
-            .settings
-            .limits
-            .iter()
-            .map(|limit| at(stamp.recovery + limit.set.recovery))
-            .collect();
-        self.recovery.alarm = self.recovery.ends.iter().filter(|end| **end > now).min().copied();
-        self.renew_since = now;
-        self.next_beat = now;
-    }
-
-    fn on_acquired(&mut self, acquire: Acquire, outcome: Acquired, sent: Instant, now: Instant) {
-        let id = acquire.ask.id;
-        let Some(entry) = self.entries.get_mut(&id) else {
-            // Released and acknowledged before this answer came: whatever it took goes back.
-            if !matches!(outcome, Acquired::Shed { .. } | Acquired::NoMemory) {
-                self.return_unknown(acquire.ask, now);
-            }
-            return;
-        };
-        if entry.phase != Phase::Asked {
-            return;
-        }
-        match outcome {
-            Acquired::Granted => self.hand_over(id, sent, now, None),
-            Acquired::Shadowed { by, why } => {
-                let shadow = self.refused(&acquire.ask, by, why);
-                self.hand_over(id, sent, now, Some(shadow));
-            }
-            Acquired::Waiting { at, queue } => self.keep_waiting(id, at as usize, queue, sent, now),
-            Acquired::Shed { by, why } => {
-                let refused = self.refused(&acquire.ask, by, why);
-                self.turn_down(id, refused);
-            }
-            Acquired::NoMemory => self.turn_down(id, Refused::of(Why::StoreDown)),
-        }
-    }
-
-    /// Puts the store's words into the configuration's.
-    fn refused(&self, ask: &Ask, by: Refuser, why: Shed) -> Refused {
-        let limit = match by {
-            Refuser::Want(at) => Some(ask.wants[at as usize].set.limit),
-            Refuser::Rate(_) => None,
-        };
-        let rate = match by {
-            Refuser::Want(_) => None,
-            Refuser::Rate(at) => Some(ask.rates[at as usize].rate),
-        };
-        let (why, expected_wait) = match why {
-            Shed::Full { queue } => {
-                (Why::Full, limit.and_then(|limit| self.expected_wait(limit, queue)))
-            }
-            Shed::Recovering => (Why::Recovering, None),
-            Shed::TooHeavy => (Why::TooHeavy, None),
-            Shed::RateLimited { after } => {
-                (Why::RateLimited, Some(Duration::from_millis(after.into())))
-            }
-        };
-        Refused { why, limit, rate, expected_wait }
-    }
-
-    fn hand_over(&mut self, id: Uuid, sent: Instant, now: Instant, shadow: Option<Refused>) {
-        let Some(entry) = self.entries.get_mut(&id) else { return };
-        entry.phase = Phase::Held;
-        entry.held = entry.ask.wants.len();
-        entry.confirmed = sent;
-        entry.taken = now;
-        entry.admitted = true;
-        if let Some(deadline) = entry.deadline.take() {
-            self.deadlines.remove(&(deadline, id));
-        }
-        if let Some(to) = entry.answer.take() {
-            self.answers.push(Answer { id, to, outcome: Ok(now), shadow });
-        }
-        let wants = Arc::clone(&entry.ask.wants);
-        for want in wants.iter() {
-            self.limits[want.set.limit].local += want.weight;
-        }
-    }
-
-    fn keep_waiting(&mut self, id: Uuid, at: usize, queue: u32, sent: Instant, now: Instant) {
-        let Some(entry) = self.entries.get_mut(&id) else { return };
-        entry.phase = Phase::Waiting;
-        entry.queued = true;
-        entry.held = at;
-        entry.confirmed = sent;
-        let (pushed, waits) = (entry.pushed, entry.deadline.is_some());
-        if pushed {
-            self.ask_again(id);
-        }
-        if waits {
-            return;
-        }
-        let (limit, deadline) = self.deadline_of(id, now);
-        if self.is_dead_on_arrival(limit, queue, deadline.saturating_duration_since(now)) {
-            let expected_wait = self.expected_wait(limit, queue);
-            self.refuse(
-                id,
-                Refused { limit: Some(limit), expected_wait, ..Refused::of(Why::Deadline) },
-            );
-            self.on_release(id, now);
-            return;
-        }
-        self.wait_until(id, deadline);
-    }
-
-    /// Whether a waiter will hardly be served in the time that it has. Careful not to shed what would have been: only
-    /// behind a whole round of others, on enough measurements, and if it would take twice the time.
-    fn is_dead_on_arrival(&self, limit: usize, queue: u32, left: Duration) -> bool {
-        let (state, ahead) = (&self.limits[limit], queue.saturating_sub(1));
-        let slots = state.seen.slots.max(1);
-        ahead >= slots
-            && state.samples >= SAMPLES_TO_JUDGE
-            && self.expected_wait(limit, ahead).is_some_and(|wait| wait > 2 * left)
-    }
-
-    /// The store keeps nothing of the request.
-    fn turn_down(&mut self, id: Uuid, refused: Refused) {
-        self.refuse(id, refused);
-        if let Some(deadline) = self.entries.remove(&id).and_then(|entry| entry.deadline) {
-            self.deadlines.remove(&(deadline, id));
-        }
-    }
-
-    /// Waiters of ours were handed slots with a full lease.
-    fn on_granted(&mut self, granted: &[Uuid], sent: Instant, now: Instant) {
-        for &id in granted {
-            let Some(entry) = self.entries.get_mut(&id) else { continue };
-            match entry.phase {
-                // Asked again meanwhile: that answer will say the same.
-                Phase::Waiting if entry.ask.wants.len() == 1 => self.hand_over(id, sent, now, None),
-                Phase::Waiting => self.ask_again(id),
-                Phase::Asked => entry.pushed = true,
-                _ => {}
-            }
-        }
-    }
-
-    fn on_heartbeat(
-        &mut self,
-        heartbeat: &Heartbeat,
-        reply: BeatReply,
-        sent: Instant,
-        now: Instant,
-    ) {
-        if heartbeat.leaving {
-            self.leaving = Leaving::Done;
-        }
-        let renewals = heartbeat.beats.iter().flat_map(|beat| &beat.renew);
-        for (renew, renewed) in renewals.zip(&reply.renewed) {
-            self.readded += u64::from(*renewed == Renewed::Readded);
-            if let Some(entry) = self.entries.get_mut(&renew.ask.id) {
-                entry.confirmed = entry.confirmed.max(sent);
-            }
-        }
-        self.on_granted(&reply.granted, sent, now);
-        self.see(heartbeat, &reply.sets, now);
-        self.heard = true;
-        self.find_lost_waiters(heartbeat, &reply.sets, reply.pending.len());
-        for id in reply.pending {
-            self.on_push(id, now);
-        }
-        if heartbeat.beats.iter().any(|beat| beat.order.is_some()) {
-            for done in self.orders.drain(..) {
-                let _ = done.send(());
-            }
-        }
-    }
-
-    /// Remembers the sets' states; of a limit with a key, the sums over the sets that are in use here.
-    fn see(&mut self, heartbeat: &Heartbeat, sets: &[SetState], now: Instant) {
-        let seconds = now.duration_since(self.seen_at).as_secs_f64();
-        self.seen_at = now;
-        for (state, limit) in self.limits.iter_mut().zip(&self.settings.limits) {
-            if seconds > 0.0 {
-                let rate = f64::from(std::mem::take(&mut state.arrivals)) / seconds;
-                state.arrival_rate += ARRIVALS_SMOOTHING * (rate - state.arrival_rate);
-            }
-            if limit.set.keyed {
-                state.seen = SetState { slots: limit.set.slots, ..SetState::default() };
-            }
-        }
-        for (beat, seen) in heartbeat.beats.iter().zip(sets) {
-            let state = &mut self.limits[beat.set.limit].seen;
-            if beat.set.keyed {
-                state.used += seen.used;
-                state.waiting += seen.waiting;
-            } else {
-                state.clone_from(seen);
-            }
-        }
-    }
-
-    /// Waiters that the store has forgotten ask again, with the time they have waited.
-    fn find_lost_waiters(&mut self, heartbeat: &Heartbeat, sets: &[SetState], pending: usize) {
-        let mut here: FxHashMap<&str, Vec<(Instant, Uuid)>> = FxHashMap::default();
-        for (&id, entry) in &self.entries {
-            if entry.phase == Phase::Waiting {
-                here.entry(&entry.ask.wants[entry.held].set.key)
-                    .or_default()
-                    .push((entry.asked, id));
-            }
-        }
-        let mut lost = Vec::new();
-        for (beat, seen) in heartbeat.beats.iter().zip(sets) {
-            if let Some(waiting) = here.remove(&*beat.set.key)
-                && waiting.len() > seen.mine as usize + pending
-            {
-                lost.extend(waiting);
-            }
-        }
-        lost.sort_unstable();
-        for (_, id) in lost {
-            self.ask_again(id);
-        }
-    }
-
-    pub(super) fn outlook(&mut self, now: Instant) -> Outlook {
-        let recovering = self.recovery.ends.iter().any(|end| *end > now);
-        self.started |= self.heard && !recovering;
-        Outlook {
-            up: self.connected && !self.down && self.heard,
-            started: self.started,
-            recovering,
-            sets: self.limits.iter().map(|limit| limit.seen.clone()).collect(),
-            arrival_rate: self.limits.iter().map(|limit| limit.arrival_rate).collect(),
-            local: self.limits.iter().map(|limit| limit.local).collect(),
-            hold: self.limits.iter().map(|limit| limit.hold.map(Duration::from_secs_f64)).collect(),
         }
     }
 }

@@ -1,10 +1,11 @@
 //! The rules of one semaphore: who holds, who waits, who is next.
 
 use std::{
-    collections::{BTreeMap, BTreeSet, HashMap, HashSet},
+    collections::{BTreeMap, BTreeSet},
     sync::Arc,
 };
 
+use rustc_hash::{FxHashMap as HashMap, FxHashSet as HashSet};
 use uuid::Uuid;
 
 use super::{
@@ -511,7 +512,7 @@ impl Set {
         }
         self.purge(context, spec);
         let slots = self.meta.slots.unwrap_or(0);
-        let mut deaf = HashSet::new();
+        let mut deaf = HashSet::default();
         for _ in 0..GRANTS_PER_CALL {
             if self.used >= slots {
                 return;
@@ -759,7 +760,7 @@ impl Set {
     }
 
     pub(super) fn status(&self, now: i64, recovery: i64) -> SetStatus {
-        let mut by_instance = HashMap::new();
+        let mut by_instance = HashMap::default();
         let oldest_valid = now - self.meta.lease;
         let mut used = 0;
         for (id, &(score, weight)) in &self.slots {

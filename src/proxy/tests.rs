@@ -173,6 +173,40 @@ async fn only_a_stale_connection_and_an_idempotent_request_are_tried_again() {
 }
 
 #[tokio::test]
+async fn a_connection_that_closed_while_idle_costs_no_request() {
+    let rig = Rig::new().await;
+    let mut client = rig.client("").await;
+    drop(rig.accept_after(&mut client, true).await);
+    client.write("POST /x HTTP/1.1\r\nHost: h\r\nContent-Length: 2\r\n\r\nab").await;
+    let mut upstream = rig.accept().await;
+    upstream.read_to("\r\n\r\nab").await;
+    upstream.write(OK).await;
+    client.read_to("ok").await;
+    rig.until_free().await;
+}
+
+#[tokio::test]
+async fn a_connection_that_said_close_is_not_used_again() {
+    let rig = Rig::new().await;
+    let mut client = rig.client(GET).await;
+    let mut upstream = rig.accept().await;
+    upstream.read_head().await;
+    upstream.write("HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: 2\r\n\r\nok").await;
+    client.read_to("ok").await;
+    client.write(GET).await;
+    rig.accept().await.read_head().await;
+    upstream.read_to_close().await;
+}
+
+#[tokio::test]
+async fn a_connection_that_nobody_needs_is_closed() {
+    let rig = Rig::new().await;
+    let mut client = rig.client("").await;
+    let mut upstream = rig.accept_after(&mut client, true).await.unwrap();
+    assert_eq!(upstream.read_to_close().await, "");
+}
+
+#[tokio::test]
 async fn a_small_body_is_read_before_a_slot_is_taken() {
     let rig = Rig::new().await;
     let mut client = rig.client("POST / HTTP/1.1\r\nHost: h\r\nContent-Length: 4\r\n\r\nab").await;

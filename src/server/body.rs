@@ -98,7 +98,8 @@ impl RequestBody {
     fn end(&mut self, fate: u8) -> Option<Incoming> {
         let incoming = self.incoming.take();
         if let Some(link) = &self.link
-            && link.watch.fate.swap(fate, AcqRel) == OPEN
+            // The first fate stays: a body that was read to its end is dropped later.
+            && link.watch.fate.compare_exchange(OPEN, fate, AcqRel, Acquire).is_ok()
         {
             link.client.bodies.open.fetch_sub(1, AcqRel);
         }

@@ -4,13 +4,14 @@ use std::{
     net::SocketAddr,
     pin::Pin,
     sync::{
-        Arc, Mutex, MutexGuard, PoisonError,
+        Arc, Mutex, MutexGuard, OnceLock, PoisonError,
         atomic::{AtomicBool, AtomicU8, AtomicU64, AtomicUsize, Ordering::*},
     },
     task::{Context, Poll},
 };
 
 use futures_util::task::AtomicWaker;
+use http::HeaderValue;
 use http_body::Body;
 use hyper::body::Incoming;
 
@@ -24,6 +25,7 @@ const REST: usize = 32 * 1024 * 1024;
 pub struct ClientConn {
     /// The other end.
     pub peer: SocketAddr,
+    address: OnceLock<HeaderValue>,
     pub(super) traffic: Traffic,
     requests: AtomicU64,
     in_flight: AtomicUsize,
@@ -72,6 +74,7 @@ impl ClientConn {
     pub(super) fn new(peer: SocketAddr) -> Self {
         Self {
             peer,
+            address: OnceLock::new(),
             traffic: Traffic::default(),
             requests: AtomicU64::new(0),
             in_flight: AtomicUsize::new(0),
@@ -80,6 +83,14 @@ impl ClientConn {
             command: AtomicU8::new(Command::Serve as u8),
             waker: AtomicWaker::new(),
         }
+    }
+
+    /// The address of the other end, as a header tells it.
+    pub fn address(&self) -> &HeaderValue {
+        self.address.get_or_init(|| {
+            let address = self.peer.ip().to_canonical().to_string();
+            HeaderValue::try_from(address).expect("an address is ASCII")
+        })
     }
 
     /// Bytes received on this connection so far.

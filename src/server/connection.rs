@@ -85,9 +85,9 @@ impl<H: Handler> Server<H> {
         let one_at_a_time = protocol == Protocol::Http1;
         let io = Metered::new(socket, prefix, Arc::clone(&client), one_at_a_time);
         let io = TokioIo::new(io);
-        let exchange =
-            Arc::new(Exchange { handler: Arc::clone(&self.handler), client: Arc::clone(&client) });
-        let service = service_fn(move |request| Arc::clone(&exchange).call(request));
+        let serving =
+            Arc::new(Serving { handler: Arc::clone(&self.handler), client: Arc::clone(&client) });
+        let service = service_fn(move |request| Arc::clone(&serving).call(request));
         match protocol {
             Protocol::Http1 => {
                 let conn = self.http1.serve_connection(io, service);
@@ -178,14 +178,14 @@ where
 }
 
 /// A handler and the connection it serves, shared by the connection's requests.
-struct Exchange<H> {
+struct Serving<H> {
     handler: Arc<H>,
     client: Arc<ClientConn>,
 }
 
-// === impl Exchange ===
+// === impl Serving ===
 
-impl<H: Handler> Exchange<H> {
+impl<H: Handler> Serving<H> {
     fn call(
         self: Arc<Self>,
         request: Request<Incoming>,

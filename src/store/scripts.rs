@@ -1,7 +1,7 @@
 //! The scripts as Rust sees them: one function that writes each call, one that reads each reply.
 //! The order of KEYS and ARGV is written here and in the scripts' heads, nowhere else.
 
-use std::{collections::HashMap, sync::LazyLock};
+use std::sync::LazyLock;
 
 use deadpool_redis::redis::{Cmd, Pipeline, Script as Hashed, Value};
 use uuid::Uuid;
@@ -349,7 +349,7 @@ pub(super) fn read_status(reply: Value) -> Result<SetStatus, StoreError> {
     let waiting = reader.many(|reader| Ok((reader.number()?, reader.int()?)))?;
     let by_instance: Vec<(Uuid, u32)> =
         reader.many(|reader| Ok((reader.id()?, reader.number()?)))?;
-    let by_instance = HashMap::from_iter(by_instance);
+    let by_instance = by_instance.into_iter().collect();
     Ok(SetStatus { slots, used, waiting, by_instance, recovery })
 }
 

@@ -17,7 +17,7 @@ use std::{
 };
 
 use futures_util::task::AtomicWaker;
-use http::Uri;
+use http::{Uri, uri::Scheme};
 use hyper_rustls::{ConfigBuilderExt, HttpsConnector, HttpsConnectorBuilder, MaybeHttpsStream};
 use hyper_util::{
     client::legacy::connect::{Connected, Connection, HttpConnector},
@@ -37,6 +37,7 @@ use crate::body::BoxError;
 #[derive(Clone)]
 pub(crate) struct Connector {
     https: Arc<HttpsConnector<Tcp>>,
+    endpoint: Uri,
     timeout: Duration,
 }
 
@@ -54,7 +55,7 @@ pub(crate) struct UpstreamConn {
     writer: AtomicWaker,
 }
 
-type Connecting<T> = Pin<Box<dyn Future<Output = Result<T, BoxError>> + Send>>;
+pub(super) type Stream = MaybeHttpsStream<TokioIo<Socket>>;
 
 /// TCP alone, below TLS.
 #[derive(Clone)]
@@ -94,10 +95,15 @@ impl UpstreamConn {
         self.reused.store(true, Ordering::Relaxed);
     }
 
+    /// Whether a response came over it before.
+    pub(super) fn is_reused(&self) -> bool {
+        self.reused.load(Ordering::Relaxed)
+    }
+
     /// Whether the connection may simply have been too old: it served before, and not a byte
     /// came back since the last request went out.
-    pub(crate) fn was_stale(&self) -> bool {
-        self.reused.load(Ordering::Relaxed) && !self.heard.load(Ordering::Relaxed)
+    pub(super) fn was_stale(&self) -> bool {
+        self.is_reused() && !self.heard.load(Ordering::Relaxed)
     }
 
     /// Fails once the connection was aborted. Called after the waker was registered.
@@ -119,7 +125,8 @@ impl Drop for Closing {
 // === impl Connector ===
 
 impl Connector {
-    pub(crate) fn new(is_tls: bool, timeout: Duration) -> Self {
+    pub(super) fn new(endpoint: Uri, timeout: Duration) -> Self {
+        let is_tls = endpoint.scheme() == Some(&Scheme::HTTPS);
         let mut tcp = HttpConnector::new();
         tcp.enforce_http(false);
         tcp.set_nodelay(true);
@@ -128,7 +135,15 @@ impl Connector {
             .https_or_http()
             .enable_http1()
             .wrap_connector(Tcp(tcp));
-        Self { https: Arc::new(https), timeout }
+        Self { https: Arc::new(https), endpoint, timeout }
+    }
+
+    pub(super) async fn connect(&self) -> Result<(Stream, Arc<UpstreamConn>), BoxError> {
+        let connecting = HttpsConnector::clone(&self.https).call(self.endpoint.clone());
+        let stream = tokio::time::timeout(self.timeout, connecting).await??;
+        let mut extras = http::Extensions::new();
+        stream.connected().get_extras(&mut extras);
+        Ok((stream, extras.remove().expect("every socket tells of its connection")))
     }
 }
 
@@ -154,26 +169,10 @@ impl std::fmt::Debug for Connector {
     }
 }
 
-impl Service<Uri> for Connector {
-    type Response = MaybeHttpsStream<TokioIo<Socket>>;
-    type Error = BoxError;
-    type Future = Connecting<Self::Response>;
-
-    fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<Result<(), BoxError>> {
-        Poll::Ready(Ok(()))
-    }
-
-    fn call(&mut self, uri: Uri) -> Self::Future {
-        let connecting = HttpsConnector::clone(&self.https).call(uri);
-        let timeout = tokio::time::timeout(self.timeout, connecting);
-        Box::pin(async move { timeout.await? })
-    }
-}
-
 impl Service<Uri> for Tcp {
     type Response = TokioIo<Socket>;
     type Error = BoxError;
-    type Future = Connecting<Self::Response>;
+    type Future = Pin<Box<dyn Future<Output = Result<Self::Response, BoxError>> + Send>>;
 
     fn poll_ready(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), BoxError>> {
         self.0.poll_ready(cx).map_err(Into::into)

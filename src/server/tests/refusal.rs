@@ -44,6 +44,22 @@ async fn a_small_body_that_came_along_keeps_the_connection() {
 }
 
 #[tokio::test]
+async fn a_body_that_was_read_keeps_the_connection() {
+    let running = Running::new(|_| {}).await;
+    let mut client = running.connect().await;
+    for body in
+        ["Content-Length: 2\r\n\r\nhi", "Transfer-Encoding: chunked\r\n\r\n2\r\nhi\r\n0\r\n\r\n"]
+            .repeat(2)
+    {
+        let request = format!("POST /read HTTP/1.1\r\nHost: a\r\n{body}");
+        client.write_all(request.as_bytes()).await.unwrap();
+        let reply = read_until(&mut client, "\r\n\r\n").await;
+        assert!(reply.starts_with("HTTP/1.1 200"), "{reply}");
+        assert!(!reply.contains("close"), "{reply}");
+    }
+}
+
+#[tokio::test]
 async fn an_endless_upload_is_not_read_for_ever() {
     let running = Running::new(|_| {}).await;
     let mut client = running.send(head("", 1 << 40).as_bytes()).await;

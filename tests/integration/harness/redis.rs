@@ -91,6 +91,28 @@ impl Redis {
             .sum()
     }
 
+    /// Has the server remember every command from now on.
+    pub(crate) async fn log_calls(&self) {
+        self.cli::<()>(&["CONFIG", "SET", "slowlog-max-len", "100000"]).await;
+        self.cli::<()>(&["CONFIG", "SET", "slowlog-log-slower-than", "0"]).await;
+        self.cli::<()>(&["SLOWLOG", "RESET"]).await;
+    }
+
+    /// The script of every call since [`Redis::log_calls`], by its hash.
+    pub(crate) async fn logged_scripts(&self) -> Vec<String> {
+        type Entry = (u64, u64, u64, Vec<String>, String, String);
+        let log: Vec<Entry> = self.cli(&["SLOWLOG", "GET", "-1"]).await;
+        log.into_iter()
+            .filter(|(.., words, _, _)| words[0].eq_ignore_ascii_case("evalsha"))
+            .map(|(.., words, _, _)| words[1].clone())
+            .collect()
+    }
+
+    /// The score of a member of a set, none if it isn't in there.
+    pub(crate) async fn score(&self, key: &str, member: &str) -> Option<f64> {
+        self.cli(&["ZSCORE", key, member]).await
+    }
+
     /// Kills the server, with all that it remembers.
     pub(crate) async fn kill9(&mut self) {
         self.server.kill().await.unwrap();

@@ -25,6 +25,7 @@ use super::within;
 /// - `/hold?ms=20` answers after a time
 /// - `/gate` answers when [`Upstream::open`] lets one request through
 /// - `/sse?events=5` streams events; with `&gate=1` each event, and then the end, waits for the gate
+/// - `/v1/chat/completions?events=5` and `/v1/messages?events=5` do the same in the words of OpenAI and Anthropic
 /// - `/silent` never answers
 /// - `/echo` sends the request's body back
 /// - `/status/204` answers with that status
@@ -291,7 +292,9 @@ impl Answer<'_> {
                 self.gate().await;
                 self.whole(200, b"through the gate\n").await
             }
-            "/sse" => self.events().await,
+            "/sse" => self.events(&PLAIN).await,
+            "/v1/chat/completions" => self.events(&OPENAI).await,
+            "/v1/messages" => self.events(&ANTHROPIC).await,
             "/silent" => std::future::pending().await,
             "/echo" => self.whole(200, &request.body).await,
             "/trailers" => {
@@ -329,21 +332,22 @@ impl Answer<'_> {
         gate.acquire_owned().await.unwrap().forget();
     }
 
-    async fn events(mut self) -> io::Result<bool> {
+    async fn events(mut self, dialect: &Dialect) -> io::Result<bool> {
         let gated = self.request.number("gate") == 1;
         self.piece("HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n")
             .await?;
+        self.piece(&chunk(dialect.first)).await?;
         for event in 1..=self.request.number("events") {
             if gated {
                 self.gate().await;
             }
-            let event = format!("data: {event}\n\n");
-            self.piece(&format!("{:x}\r\n{event}\r\n", event.len())).await?;
+            self.piece(&chunk(&dialect.event.replace("{}", &event.to_string()))).await?;
         }
         if gated {
             self.gate().await;
         }
-        self.last(b"0\r\n\r\n").await
+        let last = chunk(dialect.last) + "0\r\n\r\n";
+        self.last(last.as_bytes()).await
     }
 
     async fn piece(&mut self, text: &str) -> io::Result<()> {
@@ -370,4 +374,53 @@ impl Answer<'_> {
         self.writer.write_all(bytes).await?;
         Ok(true)
     }
+}
+
+/// How events are worded: what comes before them, each of them, and what comes after.
+struct Dialect {
+    first: &'static str,
+    event: &'static str,
+    last: &'static str,
+}
+
+const PLAIN: Dialect = Dialect { first: "", event: "data: {}\n\n", last: "" };
+
+const OPENAI: Dialect = Dialect {
+    first: "",
+    event: r#"data: {"id":"chatcmpl-1","object":"chat.completion.chunk","created":1,"model":"m","choices":[{"index":0,"delta":{"content":"{}"},"finish_reason":null}]}
+
+"#,
+    last: "data: [DONE]\n\n",
+};
+
+const ANTHROPIC: Dialect = Dialect {
+    first: r#"event: message_start
+data: {"type":"message_start","message":{"id":"msg_1","type":"message","role":"assistant","content":[],"model":"m","stop_reason":null,"stop_sequence":null,"usage":{"input_tokens":1,"output_tokens":1}}}
+
+event: content_block_start
+data: {"type":"content_block_start","index":0,"content_block":{"type":"text","text":""}}
+
+"#,
+    event: r#"event: content_block_delta
+data: {"type":"content_block_delta","index":0,"delta":{"type":"text_delta","text":"{}"}}
+
+"#,
+    last: r#"event: content_block_stop
+data: {"type":"content_block_stop","index":0}
+
+event: message_delta
+data: {"type":"message_delta","delta":{"stop_reason":"end_turn","stop_sequence":null},"usage":{"output_tokens":5}}
+
+event: message_stop
+data: {"type":"message_stop"}
+
+"#,
+};
+
+/// The text as a chunk; nothing for nothing, since an empty chunk would be the last.
+fn chunk(text: &str) -> String {
+    if text.is_empty() {
+        return String::new();
+    }
+    format!("{:x}\r\n{text}\r\n", text.len())
 }

@@ -1,0 +1,287 @@
+//! What comes from the store.
+
+use super::*;
+
+impl Keeper {
+    /// Takes in what the store says. After an error the connection is given up, which accounts for everything.
+    pub(in crate::leases) fn on_reply(
+        &mut self,
+        call: Call,
+        sent: Instant,
+        now: Instant,
+        result: Result<Reply, StoreError>,
+    ) {
+        let Ok(reply) = result else { return };
+        if std::mem::take(&mut self.down) {
+            tracing::info!("the store answers again");
+        }
+        if let Some(releases) = reply.releases {
+            self.note(releases.stamp, now);
+            for release in &call.releases {
+                self.entries.remove(&release.ask.id);
+            }
+            self.on_granted(&releases.granted, sent, now);
+        }
+        if let (Some(beat), Some(heartbeat)) = (reply.heartbeat, call.heartbeat) {
+            self.note(beat.stamp, now);
+            self.on_heartbeat(&heartbeat, beat, sent, now);
+        }
+        if let Some(acquires) = reply.acquires {
+            self.note(acquires.stamp, now);
+            for (acquire, outcome) in call.acquires.into_iter().zip(acquires.outcomes) {
+                self.on_acquired(acquire, outcome, sent, now);
+            }
+            self.on_granted(&acquires.granted, sent, now);
+            for id in acquires.displaced {
+                self.on_displaced(id, now);
+            }
+        }
+    }
+
+    /// Follows the store's recoveries. A new one means: say at once what is held.
+    pub(in crate::leases) fn note(&mut self, stamp: Stamp, now: Instant) {
+        if stamp.recovery == self.recovery.start {
+            return;
+        }
+        let at = |store_ms: i64| match u64::try_from(store_ms - stamp.now) {
+            Ok(ahead) => now + Duration::from_millis(ahead),
+            Err(_) => {
+                now.checked_sub(Duration::from_millis((stamp.now - store_ms) as u64)).unwrap_or(now)
+            }
+        };
+        self.recovery.start = stamp.recovery;
+        self.recovery.began = at(stamp.recovery);
+        self.recovery.ends = self
+            .settings
+            .limits
+            .iter()
+            .map(|limit| at(stamp.recovery + limit.set.recovery))
+            .collect();
+        self.recovery.alarm = self.recovery.ends.iter().filter(|end| **end > now).min().copied();
+        if self.recovery.alarm.is_some() {
+            tracing::warn!("slots are being counted anew: nobody is admitted until that is over");
+        }
+        self.renew_since = now;
+        self.next_beat = now;
+    }
+
+    pub(in crate::leases) fn on_acquired(&mut self, acquire: Acquire, outcome: Acquired, sent: Instant, now: Instant) {
+        let id = acquire.ask.id;
+        let Some(entry) = self.entries.get_mut(&id) else {
+            // Released and acknowledged before this answer came: whatever it took goes back.
+            if !matches!(outcome, Acquired::Shed { .. } | Acquired::NoMemory) {
+                self.return_unknown(acquire.ask, now);
+            }
+            return;
+        };
+        if entry.phase != Phase::Asked {
+            return;
+        }
+        match outcome {
+            Acquired::Granted => self.hand_over(id, sent, now, None),
+            Acquired::Shadowed { by, why } => {
+                let shadow = self.refused(&acquire.ask, by, why);
+                self.hand_over(id, sent, now, Some(shadow));
+            }
+            Acquired::Waiting { at, queue } => self.keep_waiting(id, at as usize, queue, sent, now),
+            Acquired::Shed { by, why } => {
+                let refused = self.refused(&acquire.ask, by, why);
+                self.turn_down(id, refused);
+            }
+            Acquired::NoMemory => self.turn_down(id, Refused::of(Why::StoreDown)),
+        }
+    }
+
+    /// Puts the store's words into the configuration's.
+    pub(in crate::leases) fn refused(&self, ask: &Ask, by: Refuser, why: Shed) -> Refused {
+        let limit = match by {
+            Refuser::Want(at) => Some(ask.wants[at as usize].set.limit),
+            Refuser::Rate(_) => None,
+        };
+        let rate = match by {
+            Refuser::Want(_) => None,
+            Refuser::Rate(at) => Some(ask.rates[at as usize].rate),
+        };
+        let (why, expected_wait) = match why {
+            Shed::Full { queue } => {
+                (Why::Full, limit.and_then(|limit| self.expected_wait(limit, queue)))
+            }
+            Shed::Recovering => (Why::Recovering, None),
+            Shed::TooHeavy => (Why::TooHeavy, None),
+            Shed::RateLimited { after } => {
+                (Why::RateLimited, Some(Duration::from_millis(after.into())))
+            }
+        };
+        Refused { why, limit, rate, expected_wait }
+    }
+
+    pub(in crate::leases) fn hand_over(&mut self, id: Uuid, sent: Instant, now: Instant, shadow: Option<Refused>) {
+        let Some(entry) = self.entries.get_mut(&id) else { return };
+        entry.phase = Phase::Held;
+        entry.held = entry.ask.wants.len();
+        entry.confirmed = sent;
+        entry.taken = now;
+        entry.admitted = true;
+        if let Some(deadline) = entry.deadline.take() {
+            self.deadlines.remove(&(deadline, id));
+        }
+        if let Some(to) = entry.answer.take() {
+            self.answers.push(Answer { id, to, outcome: Ok(now), shadow });
+        }
+        let wants = Arc::clone(&entry.ask.wants);
+        for want in wants.iter() {
+            self.limits[want.set.limit].local += want.weight;
+        }
+    }
+
+    pub(in crate::leases) fn keep_waiting(&mut self, id: Uuid, at: usize, queue: u32, sent: Instant, now: Instant) {
+        let Some(entry) = self.entries.get_mut(&id) else { return };
+        entry.phase = Phase::Waiting;
+        entry.queued = true;
+        entry.held = at;
+        entry.confirmed = sent;
+        let (pushed, waits) = (entry.pushed, entry.deadline.is_some());
+        if pushed {
+            self.ask_again(id);
+        }
+        if waits {
+            return;
+        }
+        let (limit, deadline) = self.deadline_of(id, now);
+        if self.is_dead_on_arrival(limit, queue, deadline.saturating_duration_since(now)) {
+            let expected_wait = self.expected_wait(limit, queue);
+            self.refuse(
+                id,
+                Refused { limit: Some(limit), expected_wait, ..Refused::of(Why::Deadline) },
+            );
+            self.on_release(id, now);
+            return;
+        }
+        self.wait_until(id, deadline);
+    }
+
+    /// Whether a waiter will hardly be served in the time that it has. Careful not to shed what would have been: only
+    /// behind a whole round of others, on enough measurements, and if it would take twice the time.
+    pub(in crate::leases) fn is_dead_on_arrival(&self, limit: usize, queue: u32, left: Duration) -> bool {
+        let (state, ahead) = (&self.limits[limit], queue.saturating_sub(1));
+        let slots = state.seen.slots.max(1);
+        ahead >= slots
+            && state.samples >= SAMPLES_TO_JUDGE
+            && self.expected_wait(limit, ahead).is_some_and(|wait| wait > 2 * left)
+    }
+
+    /// The store keeps nothing of the request.
+    pub(in crate::leases) fn turn_down(&mut self, id: Uuid, refused: Refused) {
+        self.refuse(id, refused);
+        if let Some(deadline) = self.entries.remove(&id).and_then(|entry| entry.deadline) {
+            self.deadlines.remove(&(deadline, id));
+        }
+    }
+
+    /// Waiters of ours were handed slots with a full lease.
+    pub(in crate::leases) fn on_granted(&mut self, granted: &[Uuid], sent: Instant, now: Instant) {
+        for &id in granted {
+            let Some(entry) = self.entries.get_mut(&id) else { continue };
+            match entry.phase {
+                // Asked again meanwhile: that answer will say the same.
+                Phase::Waiting if entry.ask.wants.len() == 1 => self.hand_over(id, sent, now, None),
+                Phase::Waiting => self.ask_again(id),
+                Phase::Asked => entry.pushed = true,
+                _ => {}
+            }
+        }
+    }
+
+    pub(in crate::leases) fn on_heartbeat(
+        &mut self,
+        heartbeat: &Heartbeat,
+        reply: BeatReply,
+        sent: Instant,
+        now: Instant,
+    ) {
+        if heartbeat.leaving {
+            self.leaving = Leaving::Done;
+        }
+        let renewals = heartbeat.beats.iter().flat_map(|beat| &beat.renew);
+        for (renew, renewed) in renewals.zip(&reply.renewed) {
+            self.readded += u64::from(*renewed == Renewed::Readded);
+            if let Some(entry) = self.entries.get_mut(&renew.ask.id) {
+                entry.confirmed = entry.confirmed.max(sent);
+            }
+        }
+        self.on_granted(&reply.granted, sent, now);
+        self.see(heartbeat, &reply.sets, now);
+        self.heard = true;
+        self.find_lost_waiters(heartbeat, &reply.sets, reply.pending.len());
+        for id in reply.pending {
+            self.on_push(id, now);
+        }
+        if heartbeat.beats.iter().any(|beat| beat.order.is_some()) {
+            for done in self.orders.drain(..) {
+                let _ = done.send(());
+            }
+        }
+    }
+
+    /// Remembers the sets' states; of a limit with a key, the sums over the sets that are in use here.
+    pub(in crate::leases) fn see(&mut self, heartbeat: &Heartbeat, sets: &[SetState], now: Instant) {
+        let seconds = now.duration_since(self.seen_at).as_secs_f64();
+        self.seen_at = now;
+        for (state, limit) in self.limits.iter_mut().zip(&self.settings.limits) {
+            if seconds > 0.0 {
+                let rate = f64::from(std::mem::take(&mut state.arrivals)) / seconds;
+                state.arrival_rate += ARRIVALS_SMOOTHING * (rate - state.arrival_rate);
+            }
+            if limit.set.keyed {
+                state.seen = SetState { slots: limit.set.slots, ..SetState::default() };
+            }
+        }
+        for (beat, seen) in heartbeat.beats.iter().zip(sets) {
+            let state = &mut self.limits[beat.set.limit].seen;
+            if beat.set.keyed {
+                state.used += seen.used;
+                state.waiting += seen.waiting;
+            } else {
+                state.clone_from(seen);
+            }
+        }
+    }
+
+    /// Waiters that the store has forgotten ask again, with the time they have waited.
+    pub(in crate::leases) fn find_lost_waiters(&mut self, heartbeat: &Heartbeat, sets: &[SetState], pending: usize) {
+        let mut here: FxHashMap<&str, Vec<(Instant, Uuid)>> = FxHashMap::default();
+        for (&id, entry) in &self.entries {
+            if entry.phase == Phase::Waiting {
+                here.entry(&entry.ask.wants[entry.held].set.key)
+                    .or_default()
+                    .push((entry.asked, id));
+            }
+        }
+        let mut lost = Vec::new();
+        for (beat, seen) in heartbeat.beats.iter().zip(sets) {
+            if let Some(waiting) = here.remove(&*beat.set.key)
+                && waiting.len() > seen.mine as usize + pending
+            {
+                lost.extend(waiting);
+            }
+        }
+        lost.sort_unstable();
+        for (_, id) in lost {
+            self.ask_again(id);
+        }
+    }
+
+    pub(in crate::leases) fn outlook(&mut self, now: Instant) -> Outlook {
+        let recovering = self.recovery.ends.iter().any(|end| *end > now);
+        self.started |= self.heard && !recovering;
+        Outlook {
+            up: self.connected && !self.down && self.heard,
+            started: self.started,
+            recovering,
+            sets: self.limits.iter().map(|limit| limit.seen.clone()).collect(),
+            arrival_rate: self.limits.iter().map(|limit| limit.arrival_rate).collect(),
+            local: self.limits.iter().map(|limit| limit.local).collect(),
+            hold: self.limits.iter().map(|limit| limit.hold.map(Duration::from_secs_f64)).collect(),
+        }
+    }
+}

@@ -1,0 +1,156 @@
+//! What goes to the store.
+
+use super::*;
+
+impl Keeper {
+    /// What is to be sent now, if anything.
+    pub(in crate::leases) fn next_call(&mut self, now: Instant) -> Option<Call> {
+        let mut call = Call::default();
+        // On a new connection what is held comes first: a release might hand on a slot that isn't free.
+        if !self.reasserting {
+            self.fill_releases(&mut call);
+        }
+        if self.next_beat <= now || self.reasserting {
+            call.heartbeat = Some(self.compose_heartbeat(now));
+        }
+        if !self.reasserting {
+            self.fill_acquires(&mut call, now);
+        }
+        if call.is_empty() && self.leaving == Leaving::Wanted && self.entries.is_empty() {
+            self.leaving = Leaving::Said;
+            let mut heartbeat = self.compose_heartbeat(now);
+            heartbeat.leaving = true;
+            call.heartbeat = Some(heartbeat);
+        }
+        (!call.is_empty()).then_some(call)
+    }
+
+    pub(in crate::leases) fn fill_releases(&mut self, call: &mut Call) {
+        while call.releases.len() < BATCH
+            && let Some(id) = self.gone.pop_front()
+        {
+            let Some(entry) = self.entries.get_mut(&id) else { continue };
+            if entry.phase == Phase::Leaving {
+                entry.phase = Phase::Releasing;
+                call.releases.push(Release {
+                    ask: entry.ask.clone(),
+                    queued: entry.queued || entry.again,
+                    refund: !entry.admitted && !entry.ask.rates.is_empty(),
+                });
+            }
+        }
+    }
+
+    pub(in crate::leases) fn fill_acquires(&mut self, call: &mut Call, now: Instant) {
+        while call.acquires.len() < BATCH
+            && let Some(id) = self.new.pop_front()
+        {
+            let Some(entry) = self.entries.get_mut(&id) else { continue };
+            if entry.phase == Phase::New {
+                entry.phase = Phase::Asked;
+                call.acquires.push(Acquire {
+                    ask: entry.ask.clone(),
+                    waited: ms(now.duration_since(entry.asked)),
+                    may_wait: entry.ask.wants.iter().any(|want| want.set.queue > 0),
+                    again: entry.again,
+                });
+            }
+        }
+    }
+
+    pub(in crate::leases) fn compose_heartbeat(&mut self, now: Instant) -> Heartbeat {
+        // Without a subscription, grants are collected by heartbeats: more often then.
+        let pace = if self.subscribed { 1 } else { 4 };
+        self.next_beat = now + self.settings.heartbeat / pace;
+        self.reasserting = false;
+        let mut beats = Beats::of_limits(&self.settings.limits, &mut self.limits);
+        let mut renewals = 0;
+        for entry in self.entries.values_mut() {
+            if matches!(entry.phase, Phase::Leaving | Phase::Releasing) {
+                continue;
+            }
+            let mut due = false;
+            for want in &entry.ask.wants[..entry.held] {
+                let every = self.settings.limits[want.set.limit].renew;
+                let every = every.saturating_sub(self.settings.heartbeat);
+                let last = entry.confirmed.max(entry.renewed);
+                if last >= self.renew_since && now.duration_since(last) < every {
+                    continue;
+                }
+                due = true;
+                let lapsed = ms(now.duration_since(entry.confirmed)) > want.set.lease;
+                let renew = Renew { ask: entry.ask.clone(), weight: want.weight, lapsed };
+                beats.of(&want.set).renew.push(renew);
+            }
+            if entry.phase == Phase::Waiting && entry.ask.wants[entry.held].set.keyed {
+                beats.of(&entry.ask.wants[entry.held].set);
+            }
+            if due {
+                entry.renewed = now;
+                renewals += 1;
+            }
+            if renewals == RENEWALS_PER_CALL {
+                self.next_beat = now;
+                self.reasserting = self.renew_since > entry.confirmed;
+                break;
+            }
+        }
+        let beats = beats.list;
+        Heartbeat { subscribed: self.subscribed, leaving: false, beats }
+    }
+}
+
+/// The beats of a heartbeat: one for each limit without a key, and one for each set of a key's value that is in use.
+struct Beats {
+    list: Vec<Beat>,
+    places: FxHashMap<Arc<str>, usize>,
+}
+
+impl Beats {
+    pub(in crate::leases) fn of_limits(limits: &[LimitSettings], states: &mut [LimitState]) -> Self {
+        let mut beats =
+            Self { list: Vec::with_capacity(limits.len()), places: FxHashMap::default() };
+        for (limit, state) in limits.iter().zip(states) {
+            if !limit.set.keyed {
+                let beat = beats.of(&limit.set);
+                beat.known.clone_from(&state.seen.order);
+                beat.order = state.order.take();
+            }
+        }
+        beats
+    }
+
+    pub(in crate::leases) fn of(&mut self, set: &Arc<SetSpec>) -> &mut Beat {
+        let place = *self.places.entry(Arc::clone(&set.key)).or_insert_with(|| {
+            self.list.push(Beat {
+                set: Arc::clone(set),
+                renew: Vec::new(),
+                known: None,
+                order: None,
+            });
+            self.list.len() - 1
+        });
+        &mut self.list[place]
+    }
+}
+
+impl Entry {
+    pub(in crate::leases) fn new(ask: Ask, phase: Phase, asked: Instant, now: Instant) -> Self {
+        Self {
+            ask,
+            phase,
+            answer: None,
+            asked,
+            again: false,
+            queued: false,
+            pushed: false,
+            held: 0,
+            confirmed: now,
+            renewed: now,
+            taken: now,
+            admitted: false,
+            patience: None,
+            deadline: None,
+        }
+    }
+}
