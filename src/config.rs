@@ -22,6 +22,9 @@ pub use error::ConfigError;
 pub use policy::{ClassPolicy, ClassRule, Classes, Dialect, Key, Mode, Rate, Step, WeightRule};
 pub use quick::{AdminListen, QuickOptions};
 
+/// How many slots a limit may have.
+pub const MOST_SLOTS: u32 = 1_000_000;
+
 /// A whole configuration, checked.
 #[derive(Clone, Debug)]
 pub struct Config {

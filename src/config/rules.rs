@@ -12,13 +12,14 @@ use http::{HeaderName, HeaderValue, Method, StatusCode, Uri, header, uri::PathAn
 use ipnet::IpNet;
 
 use super::{
-    Dialect, HostHeader, HostPattern, Key, Mode, OnClientGone, Recovery, Secret, StoreKind,
+    Dialect, HostHeader, HostPattern, Key, MOST_SLOTS, Mode, OnClientGone, Recovery, Secret,
+    StoreKind,
 };
 
 type Rule<T> = Result<T, String>;
 
 /// How many slots a limit may have.
-pub(super) const SLOTS: RangeInclusive<i64> = 0..=1_000_000;
+pub(super) const SLOTS: RangeInclusive<i64> = 0..=MOST_SLOTS as i64;
 
 /// Keeps sums of a duration and a clock far from overflow.
 const LONGEST: Duration = Duration::from_secs(365 * 24 * 60 * 60);
