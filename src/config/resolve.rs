@@ -43,7 +43,7 @@ pub(super) fn resolve(file: FileConfig, end: usize) -> Found<Config> {
     let classes = policy::classes(&file.classes)?;
     let limits =
         in_order(&file.limits, |name, table| limit(name, table, store.op_timeout, &classes))?;
-    let rates = in_order(&file.rates, |name, table| policy::rate(name, table))?;
+    let rates = in_order(&file.rates, policy::rate)?;
     let limit_names = index(limits.iter().map(|limit| &limit.name));
     let upstreams = in_order(&file.upstreams, |name, table| {
         upstream(name, table, &limit_names, policy::silence(name.get_ref(), &file.routes))
