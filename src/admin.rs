@@ -1,23 +1,36 @@
-//! The listener for operators: is it alive, is it ready, what is full, and the metrics.
+//! The listener for operators: is it alive, is it ready, what is full, the metrics, and a limit's slots to change.
 
-use std::{convert::Infallible, sync::Arc};
+use std::{convert::Infallible, sync::Arc, time::Duration};
 
 use bytes::Bytes;
 use http::{Method, Request, Response, StatusCode, header};
-use http_body_util::Full;
+use http_body_util::{BodyExt, Full, Limited};
 use hyper::{body::Incoming, server::conn::http1, service::service_fn};
 use hyper_util::rt::{TokioIo, TokioTimer};
+use serde::Deserialize;
 use serde_json::{Map, Value, json};
 use tokio::{net::TcpListener, sync::watch};
 use uuid::Uuid;
 
 use crate::{
     admission::Admission,
-    config::{Config, StoreKind},
+    config::{Config, MOST_SLOTS, StoreKind},
     leases::Outlook,
     metrics::Metrics,
     store::{SetState, SetStatus, StoreError},
 };
+
+mod guard;
+#[cfg(test)]
+mod tests;
+
+use guard::{Denied, Guard};
+
+/// What a write may send.
+const LONGEST_BODY: usize = 1024;
+
+/// How long a write's body may take.
+const BODY_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// What the operators' listener answers from.
 #[derive(Debug)]
@@ -28,6 +41,14 @@ pub struct Admin {
     admission: Arc<Admission>,
     metrics: Arc<Metrics>,
     draining: watch::Receiver<bool>,
+    guard: Guard,
+}
+
+/// The body of a PATCH; a number, or null for what the configuration says.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Patch {
+    slots: Value,
 }
 
 type Answer = Response<Full<Bytes>>;
@@ -36,7 +57,7 @@ type Answer = Response<Full<Bytes>>;
 pub async fn serve(listener: TcpListener, admin: Arc<Admin>) {
     loop {
         let Ok((stream, _)) = listener.accept().await else {
-            tokio::time::sleep(std::time::Duration::from_millis(100)).await;
+            tokio::time::sleep(Duration::from_millis(100)).await;
             continue;
         };
         let admin = Arc::clone(&admin);
@@ -66,20 +87,29 @@ impl Admin {
         };
         let limits = config.limits.iter().map(|limit| Arc::clone(&limit.name)).collect();
         let instance = admission.instance();
-        Arc::new(Self { instance, store, limits, admission, metrics, draining })
+        let guard = Guard::new(config.admin.as_ref());
+        Arc::new(Self { instance, store, limits, admission, metrics, draining, guard })
     }
 
     async fn answer(&self, request: Request<Incoming>) -> Answer {
         let known = ["/livez", "/readyz", "/status", "/metrics"];
         let path = request.uri().path();
+        if let Some(name) = path.strip_prefix("/limits/") {
+            let Some(index) = self.limits.iter().position(|limit| &**limit == name) else {
+                let names = self.limits.join(", ");
+                let why = format!("no limit of this name; there is {names}\n");
+                return answer(StatusCode::NOT_FOUND, TEXT, why);
+            };
+            return self.limit(index, request).await;
+        }
         if !known.contains(&path) {
             return text(
                 StatusCode::NOT_FOUND,
-                "not found; there are /livez /readyz /status /metrics\n",
+                "not found; there are /livez /readyz /status /metrics /limits/<name>\n",
             );
         }
         if request.method() != Method::GET && request.method() != Method::HEAD {
-            return text(StatusCode::METHOD_NOT_ALLOWED, "only GET\n");
+            return not_allowed("GET, HEAD");
         }
         match path {
             "/livez" => text(StatusCode::OK, "ok\n"),
@@ -87,6 +117,40 @@ impl Admin {
             "/status" => json_answer(&self.status().await),
             _ => self.metrics(),
         }
+    }
+
+    async fn limit(&self, index: usize, request: Request<Incoming>) -> Answer {
+        let status = match *request.method() {
+            Method::GET | Method::HEAD => self.admission.status(index).await,
+            Method::PATCH => match self.wanted_slots(request).await {
+                Ok(slots) => match self.admission.set_slots(index, slots).await {
+                    Ok(status) => Ok(status),
+                    Err(error) => {
+                        return answer(StatusCode::SERVICE_UNAVAILABLE, TEXT, format!("{error}\n"));
+                    }
+                },
+                Err((status, why)) => return denied(status, why),
+            },
+            _ => return not_allowed("GET, HEAD, PATCH"),
+        };
+        json_answer(&limit_status(&self.admission.outlook(), index, status))
+    }
+
+    /// The slots that a permitted write asks for; none for what the configuration says.
+    async fn wanted_slots(&self, request: Request<Incoming>) -> Result<Option<u32>, Denied> {
+        self.guard.check(request.headers())?;
+        let body = Limited::new(request.into_body(), LONGEST_BODY).collect();
+        let body = tokio::time::timeout(BODY_TIMEOUT, body).await;
+        let body = body.ok().and_then(Result::ok).map(|body| body.to_bytes());
+        let patch: Option<Patch> = body.and_then(|body| serde_json::from_slice(&body).ok());
+        let slots = match patch.map(|patch| patch.slots) {
+            Some(Value::Null) => return Ok(None),
+            slots => slots.as_ref().and_then(Value::as_u64).and_then(|n| u32::try_from(n).ok()),
+        };
+        let why =
+            "the body must be {\"slots\": N} with N from 0 to 1000000, or {\"slots\": null}\n";
+        let slots = slots.filter(|&slots| slots <= MOST_SLOTS);
+        slots.map(Some).ok_or((StatusCode::BAD_REQUEST, why))
     }
 
     /// Ready once start-up recovery is over; saturation never makes an instance unready.
@@ -163,8 +227,25 @@ fn json_answer(value: &Value) -> Answer {
     answer(StatusCode::OK, "application/json", format!("{value:#}\n"))
 }
 
+const TEXT: &str = "text/plain; charset=utf-8";
+
 fn text(status: StatusCode, body: &'static str) -> Answer {
-    answer(status, "text/plain; charset=utf-8", body.to_owned())
+    answer(status, TEXT, body.to_owned())
+}
+
+fn not_allowed(methods: &'static str) -> Answer {
+    let mut answer = answer(StatusCode::METHOD_NOT_ALLOWED, TEXT, format!("only {methods}\n"));
+    answer.headers_mut().insert(header::ALLOW, header::HeaderValue::from_static(methods));
+    answer
+}
+
+fn denied(status: StatusCode, why: &'static str) -> Answer {
+    let mut answer = text(status, why);
+    if status == StatusCode::UNAUTHORIZED {
+        let bearer = header::HeaderValue::from_static("Bearer");
+        answer.headers_mut().insert(header::WWW_AUTHENTICATE, bearer);
+    }
+    answer
 }
 
 fn answer(status: StatusCode, kind: &'static str, body: String) -> Answer {

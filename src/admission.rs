@@ -158,6 +158,18 @@ impl Admission {
     pub async fn status(&self, limit: usize) -> Result<SetStatus, StoreError> {
         self.store.status(&self.limits[limit]).await
     }
+
+    /// Changes how many slots a limit has, over the whole fleet; none goes back to what is configured.
+    ///
+    /// # Errors
+    /// See [`StoreError`].
+    pub async fn set_slots(
+        &self,
+        _limit: usize,
+        _slots: Option<u32>,
+    ) -> Result<SetStatus, StoreError> {
+        Err(StoreError::Unavailable("not yet".into()))
+    }
 }
 
 impl Permit {

@@ -28,6 +28,7 @@ use crate::{
     demo,
     metrics::Metrics,
     proxy::Proxy,
+    remote::{self, Remote, RemoteError},
     server,
     store::{MemoryStore, RedisStore, SlotStore, StoreError},
 };
@@ -175,6 +176,30 @@ pub fn demo(options: &cli::Demo) -> ExitCode {
         }
         print!("{summary}");
         Ok::<_, Box<dyn Error + Send + Sync>>(())
+    })
+}
+
+/// Shows every limit of a running instance.
+pub fn status(options: cli::Status) -> ExitCode {
+    on_runtime(Some(1), async {
+        let status = Remote::new(options.admin.url, None).status().await?;
+        if options.json {
+            println!("{status:#}");
+        } else {
+            print!("{}", remote::table(&status));
+        }
+        Ok::<_, RemoteError>(())
+    })
+}
+
+/// Shows a limit of a running instance, or changes it first.
+pub fn limit(options: cli::Limit) -> ExitCode {
+    on_runtime(Some(1), async {
+        let change = options.change();
+        let instance = Remote::new(options.admin.url, options.token);
+        let limit = instance.limit(&options.limit, change).await?;
+        print!("{}", remote::line(&options.limit, &limit));
+        Ok::<_, RemoteError>(())
     })
 }
 

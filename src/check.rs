@@ -2,7 +2,13 @@
 
 use std::{cmp::Reverse, fmt::Write, time::Duration};
 
-use crate::config::{Config, HostPattern, Limit, Route, StoreKind};
+use crate::config::{
+    ClassRule, Config, Dialect, HostPattern, Key, Limit, Mode, Rate, Route, Step, WeightRule,
+};
+
+mod warnings;
+
+use warnings::warnings;
 
 /// A waiter's connection, head and task in this process; an estimate.
 const WAITER_IN_PROCESS: u64 = 16 * 1024;
@@ -16,7 +22,11 @@ const HOLDS_MS: [u64; 4] = [10, 100, 1_000, 10_000];
 pub fn report(config: &Config) -> String {
     let mut out = String::new();
     section(&mut out, "routes, in the order they match:", routes(config));
-    section(&mut out, "limits:", config.limits.iter().map(limit));
+    section(&mut out, "classes, the highest first:", [classes(config)]);
+    section(&mut out, "limits:", config.limits.iter().map(|each| limit(each, config)));
+    if !config.rates.is_empty() {
+        section(&mut out, "rates:", config.rates.iter().map(rate_limit));
+    }
     for warning in warnings(config) {
         line(&mut out, &format!("warning: {warning}"));
     }
@@ -71,22 +81,112 @@ fn describe(route: &Route, config: &Config) -> String {
             .join(", then "),
     };
     let upstream = &config.upstreams[route.upstream];
-    format!(
+    let mut text = format!(
         "  {host} {path}  {methods}  -> {name} {endpoint}  limits: {limits}",
         path = route.path,
         name = upstream.name,
         endpoint = upstream.endpoint,
-    )
+    );
+    for detail in details(route, config) {
+        text += "\n    ";
+        text += &detail;
+    }
+    text
+}
+
+/// What a request of the route is, and what happens when it isn't admitted.
+fn details(route: &Route, config: &Config) -> Vec<String> {
+    let mut details = vec![format!(
+        "class {}, weight {}, dialect {}",
+        class(&route.class, config),
+        weight(&route.weight),
+        dialect(route.dialect),
+    )];
+    if !route.rates.is_empty() {
+        let names = route.rates.iter().map(|&rate| &*config.rates[rate].name);
+        details.push(format!("rates: {}", names.collect::<Vec<_>>().join(", ")));
+    }
+    if let Some(header) = &route.deadline_header {
+        details.push(format!("the client's deadline: header {header}"));
+    }
+    if !route.on_full.is_empty() {
+        let steps: Vec<_> = route.on_full.iter().map(|each| step(each, config)).collect();
+        details.push(format!("when full: {}", steps.join(", then ")));
+    }
+    details
+}
+
+fn class(rule: &ClassRule, config: &Config) -> String {
+    let name = |class: usize| &config.classes.order[class];
+    match rule {
+        ClassRule::Fixed(class) => name(*class).to_string(),
+        ClassRule::Header { name: header, default } => {
+            format!("by header {header}, else {}", name(*default))
+        }
+        ClassRule::ByKey { key: by, classes, default } => {
+            let values: Vec<_> =
+                classes.iter().map(|(value, class)| format!("{value} {}", name(*class))).collect();
+            format!("by {} ({}), else {}", key(by), values.join(", "), name(*default))
+        }
+    }
+}
+
+fn weight(rule: &WeightRule) -> String {
+    match rule {
+        WeightRule::Fixed(weight) => weight.to_string(),
+        WeightRule::Header { name, max } => format!("by header {name}, at most {max}"),
+        WeightRule::Bytes { per_slot, max } => {
+            format!("one for each {} of body, at most {max}", bytes(*per_slot))
+        }
+    }
+}
+
+fn dialect(dialect: Dialect) -> &'static str {
+    match dialect {
+        Dialect::Problem => "problem",
+        Dialect::OpenAi => "openai",
+        Dialect::Anthropic => "anthropic",
+        Dialect::Text => "text",
+    }
+}
+
+fn step(step: &Step, config: &Config) -> String {
+    match step {
+        Step::Upstream { upstream, forward_credentials } => {
+            let credentials = if *forward_credentials { "with" } else { "without" };
+            let upstream = &config.upstreams[*upstream].name;
+            format!("upstream {upstream} {credentials} the client's credentials")
+        }
+        Step::Stale(age) => format!("a copy up to {} old", short(*age)),
+        Step::Respond { status, content_type, .. } => {
+            format!("respond {} {}", status.as_u16(), content_type.to_str().unwrap_or("-"))
+        }
+    }
+}
+
+fn key(key: &Key) -> String {
+    match key {
+        Key::Header(name) => format!("header {name}"),
+        Key::ClientIp => "client-ip".to_owned(),
+    }
 }
 
 fn limits_of<'a>(route: &Route, config: &'a Config) -> Vec<&'a Limit> {
     route.limits.iter().map(|&limit| &config.limits[limit]).collect()
 }
 
-fn limit(limit: &Limit) -> String {
+fn classes(config: &Config) -> String {
+    let ageing = short(config.classes.ageing);
+    format!(
+        "  {}; a waiter counts as one higher for each {ageing}",
+        config.classes.order.join(", ")
+    )
+}
+
+fn limit(limit: &Limit, config: &Config) -> String {
     let max_hold = limit.max_hold.map_or("none".to_owned(), short);
     let waiters = u64::from(limit.queue.size);
-    format!(
+    let mut text = format!(
         "  {name}: {slots} slots, lease {lease}, max_hold {max_hold}, queue {waiters} for {timeout}\n\
          \x20   serves at most {rates}\n\
          \x20   a full queue takes about {process} in the process, {redis} in a Redis store",
@@ -97,6 +197,66 @@ fn limit(limit: &Limit) -> String {
         rates = HOLDS_MS.map(|hold| rate(limit.slots, hold)).join(", "),
         process = bytes(waiters * WAITER_IN_PROCESS),
         redis = bytes(waiters * WAITER_IN_REDIS),
+    );
+    let names = config.classes.order.iter().enumerate();
+    let caps: Vec<_> = names.map(|(class, name)| cap(limit, class, name)).collect();
+    text += &format!("\n    classes: {}", caps.join(", "));
+    if let Some(by) = &limit.key {
+        let others = limit.slots_for.iter().map(|(value, slots)| format!(", {value} has {slots}"));
+        let others: String = others.collect();
+        text += &format!("\n    all of this for each value of {}{others}", key(by));
+    }
+    text += &match limit.mode {
+        Mode::Enforce => format!("\n    refuses with {}", limit.status.as_u16()),
+        Mode::Shadow => "\n    shadow: admits everybody and counts what it would refuse".to_owned(),
+    };
+    if let Some(header) = &limit.holder_header {
+        text += &format!("\n    tells the holder in {header}");
+    }
+    text
+}
+
+/// "background 10 (share 0.5, queue 0)"
+fn cap(limit: &Limit, class: usize, name: &str) -> String {
+    let policy = &limit.classes[class];
+    let mut said = Vec::new();
+    if policy.share < 1.0 {
+        said.push(format!("share {}", policy.share));
+    }
+    match (policy.queue, policy.timeout) {
+        (None, None) => {}
+        (Some(size), None) => said.push(format!("queue {size}")),
+        (None, Some(timeout)) => said.push(format!("queue for {}", short(timeout))),
+        (Some(size), Some(timeout)) => said.push(format!("queue {size} for {}", short(timeout))),
+    }
+    match said.as_slice() {
+        [] => format!("{name} {}", limit.cap(class)),
+        said => format!("{name} {} ({})", limit.cap(class), said.join(", ")),
+    }
+}
+
+fn rate_limit(rate: &Rate) -> String {
+    let each = rate.bytes_per_key();
+    let (whose, memory) = match &rate.key {
+        None => (String::new(), format!("takes about {}", bytes(each))),
+        Some(by) => (
+            format!(" for each value of {}", key(by)),
+            format!(
+                "takes about {} per value, {} per 1,000 values",
+                bytes(each),
+                bytes(1_000 * each)
+            ),
+        ),
+    };
+    let mode = match rate.mode {
+        Mode::Enforce => "",
+        Mode::Shadow => ", shadow: only counts what it would refuse",
+    };
+    format!(
+        "  {}: {} requests within any {}{whose}{mode}\n    {memory} in a Redis store",
+        rate.name,
+        rate.requests,
+        short(rate.window),
     )
 }
 
@@ -118,61 +278,6 @@ fn bytes(bytes: u64) -> String {
         KIB..0x10_0000 => format!("{} KiB", bytes.div_ceil(KIB)),
         _ => format!("{} MiB", bytes.div_ceil(KIB * KIB)),
     }
-}
-
-fn warnings(config: &Config) -> Vec<String> {
-    let mut warnings = Vec::new();
-    if config.store.kind == StoreKind::Memory {
-        warnings.push(
-            "the store is memory: it counts per process; a fleet shares its slots only in Redis"
-                .to_owned(),
-        );
-    }
-    for route in &config.routes {
-        warnings.extend(outer_larger(route, config));
-    }
-    warnings.extend(unlimited(config));
-    warnings.extend(unused(config));
-    warnings
-}
-
-/// An outer limit with more slots than an inner one never fills: its holders queue at the inner one.
-fn outer_larger(route: &Route, config: &Config) -> Vec<String> {
-    let limits = limits_of(route, config);
-    let mut warnings = Vec::new();
-    for (position, outer) in limits.iter().enumerate() {
-        for inner in &limits[position + 1..] {
-            if outer.slots > inner.slots {
-                warnings.push(format!(
-                    "route `{}`: outer limit `{}` ({} slots) is larger than inner limit `{}` ({} slots), so it holds slots while it waits there",
-                    route.name, outer.name, outer.slots, inner.name, inner.slots
-                ));
-            }
-        }
-    }
-    warnings
-}
-
-fn unlimited(config: &Config) -> impl Iterator<Item = String> {
-    let routes = config.routes.iter().filter(|route| route.limits.is_empty());
-    routes.map(|route| {
-        format!(
-            "route `{}`: upstream `{}` is without any limit",
-            route.name, config.upstreams[route.upstream].name
-        )
-    })
-}
-
-fn unused(config: &Config) -> impl Iterator<Item = String> {
-    let limits = config.limits.iter().enumerate();
-    let limits = limits
-        .filter(|(index, _)| !config.routes.iter().any(|route| route.limits.contains(index)))
-        .map(|(_, limit)| format!("limit `{}` is used by no route", limit.name));
-    let upstreams = config.upstreams.iter().enumerate();
-    let upstreams = upstreams
-        .filter(|(index, _)| !config.routes.iter().any(|route| route.upstream == *index))
-        .map(|(_, upstream)| format!("upstream `{}` is used by no route", upstream.name));
-    limits.chain(upstreams)
 }
 
 #[cfg(test)]
@@ -220,14 +325,23 @@ mod tests {
         let expected = "\
 routes, in the order they match:
   a.example.com /  all methods  -> app http://127.0.0.1:3000/base  limits: narrow (5)
+    class normal, weight 1, dialect problem
   *.example.com /  all methods  -> app http://127.0.0.1:3000/base  limits: narrow (5)
+    class normal, weight 1, dialect problem
   any host /long/path  GET, POST  -> app http://127.0.0.1:3000/base  limits: wide (20), then narrow (5)
+    class normal, weight 1, dialect problem
   any host /  all methods  -> free http://127.0.0.1:3001/  limits: no limit
+    class normal, weight 1, dialect problem
+
+classes, the highest first:
+  critical, normal, background; a waiter counts as one higher for each 5s
 
 limits:
   wide: 20 slots, lease 15s, max_hold 30m, queue 100 for 10s
     serves at most 2000/s at 10ms, 200/s at 100ms, 20/s at 1s, 2/s at 10s
     a full queue takes about 2 MiB in the process, 25 KiB in a Redis store
+    classes: critical 20, normal 20, background 20
+    refuses with 503
   narrow: 5 slots, lease 15s, max_hold none, queue 64 for 10s
     serves at most 500/s at 10ms, 50/s at 100ms, 5/s at 1s, 0.5/s at 10s
 ";
@@ -250,6 +364,132 @@ limits:
         for (warning, expected) in warnings.iter().zip(expected) {
             assert!(warning.starts_with(expected), "{warning}");
         }
+    }
+
+    const POLICIES: &str = r#"
+        store.url = "redis://127.0.0.1"
+        [limits.tenant]
+        slots = 5
+        key = "header:x-tenant"
+        slots_for = { big = 50 }
+        classes.normal = { queue = { size = 3, timeout = "4s" } }
+        classes.background = { share = 0.5, queue = 0 }
+        holder_header = "x-holder"
+        [limits.wide]
+        slots = 20
+        mode = "shadow"
+        [rates.per-tenant]
+        requests = 100
+        window = "1m"
+        key = "header:x-tenant"
+        [rates.all]
+        requests = 1000
+        window = "1s"
+        mode = "shadow"
+        [upstreams.app]
+        endpoints = ["http://127.0.0.1:3000"]
+        limits = ["wide"]
+        [upstreams.cheap]
+        endpoints = ["http://127.0.0.1:3001"]
+        [[routes]]
+        upstream = "app"
+        limits = ["tenant"]
+        rates = ["per-tenant", "all"]
+        class = { header = "x-priority", default = "normal" }
+        weight = { bytes_per_slot = "1MiB", max = 2 }
+        dialect = "openai"
+        deadline_header = "request-timeout"
+        on_full = [
+            { upstream = "cheap", forward_credentials = true },
+            { stale = "10m" },
+            { respond = 200, body = "{}", content_type = "application/json" },
+        ]
+        [[routes]]
+        path = "/key"
+        upstream = "app"
+        class = { key = "client-ip", classes = { "::1" = "critical" } }
+        weight = { header = "x-weight", max = 4 }
+    "#;
+
+    #[test]
+    fn explains_policies() {
+        let report = report_of(POLICIES);
+        let expected = "\
+routes, in the order they match:
+  any host /key  all methods  -> app http://127.0.0.1:3000/  limits: wide (20)
+    class by client-ip (::1 critical), else normal, weight by header x-weight, at most 4, dialect problem
+  any host /  all methods  -> app http://127.0.0.1:3000/  limits: tenant (5), then wide (20)
+    class by header x-priority, else normal, weight one for each 1 MiB of body, at most 2, dialect openai
+    rates: per-tenant, all
+    the client's deadline: header request-timeout
+    when full: upstream cheap with the client's credentials, then a copy up to 10m old, then respond 200 application/json
+";
+        assert!(report.starts_with(expected), "{report}");
+        let blocks = [
+            "
+    classes: critical 5, normal 5 (queue 3 for 4s), background 2 (share 0.5, queue 0)
+    all of this for each value of header x-tenant, big has 50
+    refuses with 429
+    tells the holder in x-holder
+",
+            "
+    classes: critical 20, normal 20, background 20
+    shadow: admits everybody and counts what it would refuse
+
+rates:
+  per-tenant: 100 requests within any 1m for each value of header x-tenant
+    takes about 6 KiB per value, 5 MiB per 1,000 values in a Redis store
+  all: 1000 requests within any 1s, shadow: only counts what it would refuse
+    takes about 147 KiB in a Redis store
+",
+        ];
+        for block in blocks {
+            assert!(report.contains(block), "{block} in {report}");
+        }
+        assert!(!report.contains("warning"), "{report}");
+    }
+
+    #[test]
+    fn warns_of_policies() {
+        let change = |from: &str, to: &str| {
+            assert!(POLICIES.contains(from), "{from}");
+            report_of(&POLICIES.replacen(from, to, 1))
+        };
+        let cases = [
+            (
+                change(
+                    "endpoints = [\"http://127.0.0.1:3000\"]\n        limits = [\"wide\"]",
+                    "endpoints = [\"http://127.0.0.1:3000\"]",
+                ),
+                "route `/`: keyed limit `tenant` has no wide one behind it",
+            ),
+            (
+                change("max = 2", "max = 6"),
+                "route `/`: a request may weigh 6, more than limit `tenant` has slots (5)",
+            ),
+            (
+                change("max = 2", "max = 3"),
+                "route `/`: a request may weigh 3, more than class `background` may use of limit `tenant` (2 slots)",
+            ),
+            (
+                change("rates = [\"per-tenant\", \"all\"]", "rates = [\"all\"]"),
+                "rate `per-tenant` is used by no route",
+            ),
+            (
+                change("{ upstream = \"cheap\", forward_credentials = true },", ""),
+                "upstream `cheap` is used by no route",
+            ),
+        ];
+        for (report, expected) in cases {
+            assert!(report.contains(&format!("warning: {expected}")), "{expected} in {report}");
+        }
+        // Neither a class that the route can't have matters, nor a weight while there is no slot.
+        let normal =
+            POLICIES.replace("{ header = \"x-priority\", default = \"normal\" }", "\"normal\"");
+        let report = report_of(&normal.replace("max = 2", "max = 3"));
+        assert!(!report.contains("too_heavy"), "{report}");
+        let report = report_of(&POLICIES.replace("slots = 5", "slots = 0"));
+        assert!(!report.contains("too_heavy"), "{report}");
     }
 
     #[test]

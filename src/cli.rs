@@ -4,7 +4,11 @@ use std::{net::SocketAddr, path::PathBuf, time::Duration};
 
 use clap::{Args, Parser, Subcommand};
 
-use crate::config::{AdminListen, Config, ConfigError, QuickOptions, Secret};
+use crate::{
+    config::{AdminListen, Config, ConfigError, MOST_SLOTS, QuickOptions, Secret},
+    remote::{AdminUrl, Change},
+    size::{self, Known},
+};
 
 const DEFAULT_CONFIG: &str = "proxy.toml";
 
@@ -30,6 +34,9 @@ Examples:
   tidegate run --upstream http://127.0.0.1:3000 --slots 20 --store redis://127.0.0.1:6379
                                            the same on several machines: 20 in all
   tidegate demo                            watch a limit hold; nothing to install
+  tidegate size --rate 400/s --hold 100ms  how many slots that takes
+  tidegate status                          what the limits of a running instance do
+  tidegate limit llm --slots 30            change a limit while it runs
 
 Exit status: 0 done, 1 failed at run time, 2 wrong usage or configuration."
 )]
@@ -47,6 +54,12 @@ pub enum Command {
     Check(Check),
     /// Shows a limit at work: a sample upstream that fails above N, two instances, traffic, a live table
     Demo(Demo),
+    /// Shows every limit of a running instance
+    Status(Status),
+    /// Shows a limit of a running instance, or changes its slots over the whole fleet
+    Limit(Limit),
+    /// Works out slots, rate or hold time from the other two, by Little's law
+    Size(Size),
 }
 
 /// `tidegate run`
@@ -114,6 +127,94 @@ pub struct Demo {
     pub provider_only: Option<SocketAddr>,
 }
 
+/// Which instance to ask.
+#[derive(Args, Debug)]
+pub struct AdminAt {
+    /// An instance's admin listener
+    #[arg(long = "admin", value_name = "URL", default_value = "http://127.0.0.1:9900")]
+    pub url: AdminUrl,
+}
+
+/// `tidegate status`
+#[derive(Args, Debug)]
+pub struct Status {
+    /// Prints JSON instead of a table
+    #[arg(long)]
+    pub json: bool,
+
+    /// Which instance.
+    #[command(flatten)]
+    pub admin: AdminAt,
+}
+
+/// `tidegate limit`
+#[derive(Args, Debug)]
+#[command(after_help = "\
+Examples:
+  tidegate limit llm                shows it
+  tidegate limit llm --slots 30     over the whole fleet, until --reset or a changed file
+  tidegate limit llm --reset        as configured again")]
+pub struct Limit {
+    /// The limit's name
+    pub limit: String,
+
+    /// Slots from now on: 0 to 1000000; 0 admits nobody
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(..=i64::from(MOST_SLOTS)))]
+    slots: Option<u32>,
+
+    /// Goes back to what is configured
+    #[arg(long, conflicts_with = "slots")]
+    reset: bool,
+
+    /// The token under [admin], where there is one
+    #[arg(long, value_name = "TOKEN", env = "TIDEGATE_TOKEN", hide_env_values = true, value_parser = secret)]
+    pub token: Option<Secret>,
+
+    /// Which instance.
+    #[command(flatten)]
+    pub admin: AdminAt,
+}
+
+/// `tidegate size`
+#[derive(Args, Clone, Copy, Debug)]
+#[command(after_help = "\
+Examples:
+  tidegate size --rate 400/s --hold 100ms            how many slots it takes
+  tidegate size --slots 20 --hold 100ms              which rate they serve
+  tidegate size --slots 20 --rate 400/s              which hold time they bear
+  tidegate size --rate 400/s --hold 100ms --slots 20 whether they are enough")]
+pub struct Size {
+    /// Requests on average: 400/s, 90/m, 1000/h
+    #[arg(long, value_name = "RATE", value_parser = size::rate, required_unless_present_all = ["slots", "hold"])]
+    rate: Option<f64>,
+
+    /// How long one request takes on average: 100ms, 2s
+    #[arg(long, value_name = "TIME", value_parser = hold, required_unless_present_all = ["slots", "rate"])]
+    hold: Option<Duration>,
+
+    /// The slots that there are
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=i64::from(MOST_SLOTS)))]
+    slots: Option<u32>,
+
+    /// How far the rate rises above its average: 1 to 100
+    #[arg(long, value_name = "FACTOR", default_value_t = 1.5, value_parser = burst)]
+    burst: f64,
+}
+
+impl Limit {
+    /// Returns what is to be changed, if anything.
+    pub fn change(&self) -> Option<Change> {
+        self.slots.map(Change::Slots).or(self.reset.then_some(Change::Reset))
+    }
+}
+
+impl Size {
+    /// Returns what is known.
+    pub fn known(&self) -> Known {
+        Known { rate: self.rate, hold: self.hold, slots: self.slots, burst: self.burst }
+    }
+}
+
 impl Run {
     /// Returns the file to read; none where flags stand for it.
     pub fn file(&self) -> Option<PathBuf> {
@@ -159,6 +260,16 @@ fn threads(text: &str) -> Result<usize, String> {
         Ok(count @ 1..=1024) => Ok(count),
         _ => Err("must be a whole number from 1 to 1024".to_owned()),
     }
+}
+
+fn hold(text: &str) -> Result<Duration, String> {
+    let hold = humantime::parse_duration(text).ok().filter(|hold| !hold.is_zero());
+    hold.ok_or_else(|| "must be a time above 0, such as 100ms or 2s".to_owned())
+}
+
+fn burst(text: &str) -> Result<f64, String> {
+    let burst = text.parse().ok().filter(|burst| (1.0..=100.0).contains(burst));
+    burst.ok_or_else(|| "must be a number from 1 to 100".to_owned())
 }
 
 // Any text will do: the checks of the configuration name the flag and hide the password.
@@ -213,18 +324,57 @@ mod tests {
 
     #[test]
     fn wrong_usage_exits_with_2() {
-        let cases: [&[&str]; 6] = [
+        let cases: [&[&str]; 16] = [
             &["run", "--slots", "7"],
             &["run", "--upstream", "http://a"],
             &["run", "--config", "a", "--upstream", "http://a", "--slots", "1"],
             &["run", "--admin-listen", "nowhere"],
             &["demo", "--duration", "20"],
             &["sing"],
+            &["limit"],
+            &["limit", "a", "--slots", "1", "--reset"],
+            &["limit", "a", "--slots", "1000001"],
+            &["status", "--admin", "127.0.0.1:9900"],
+            &["size"],
+            &["size", "--slots", "5"],
+            &["size", "--rate", "400/s"],
+            &["size", "--rate", "400", "--hold", "1s"],
+            &["size", "--rate", "400/s", "--hold", "0s"],
+            &["size", "--rate", "4/s", "--hold", "1s", "--burst", "0.5"],
         ];
         for args in cases {
             let args = ["tidegate"].iter().chain(args);
             let error = Cli::try_parse_from(args).unwrap_err();
             assert_eq!(error.exit_code(), 2, "{error}");
+        }
+    }
+
+    #[test]
+    fn a_limit_is_shown_set_or_reset() {
+        let change = |args: &[&str]| {
+            let args = ["tidegate", "limit", "llm"].iter().chain(args);
+            match command_of(Cli::try_parse_from(args).unwrap()) {
+                Command::Limit(limit) => limit.change(),
+                other => panic!("{other:?}"),
+            }
+        };
+        assert_eq!(change(&[]), None);
+        assert_eq!(change(&["--slots", "0"]), Some(Change::Slots(0)));
+        assert_eq!(change(&["--reset", "--admin", "http://a:1"]), Some(Change::Reset));
+    }
+
+    #[test]
+    fn two_of_three_make_a_size() {
+        for args in [
+            ["--rate", "4/s", "--hold", "1s"],
+            ["--slots", "4", "--hold", "1s"],
+            ["--slots", "4", "--rate", "4/s"],
+        ] {
+            let args = ["tidegate", "size"].iter().chain(&args);
+            match command_of(Cli::try_parse_from(args).unwrap()) {
+                Command::Size(size) => assert!(size::report(&size.known()).contains("burst")),
+                other => panic!("{other:?}"),
+            }
         }
     }
 

@@ -1,15 +1,17 @@
 //! What the program runs on: every value here is valid, and nothing here knows TOML.
 //!
 //! Text becomes a [`Config`] in three steps: `file` reads TOML into a mirror of it, `resolve` applies every default and every
-//! check (the ones on single values are in `rules`), and `error` shows the operator where a check failed.
+//! check (the ones on single values are in `rules`), and `error` shows the operator where a check failed. Classes, weights,
+//! rates and degrading are in `policy`.
 
 use std::{net::SocketAddr, sync::Arc, time::Duration};
 
-use http::{Method, Uri};
+use http::{HeaderName, Method, StatusCode, Uri};
 use ipnet::IpNet;
 
 mod error;
 mod file;
+mod policy;
 mod quick;
 mod resolve;
 mod rules;
@@ -17,7 +19,11 @@ mod rules;
 mod tests;
 
 pub use error::ConfigError;
+pub use policy::{ClassPolicy, ClassRule, Classes, Dialect, Key, Mode, Rate, Step, WeightRule};
 pub use quick::{AdminListen, QuickOptions};
+
+/// How many slots a limit may have.
+pub const MOST_SLOTS: u32 = 1_000_000;
 
 /// A whole configuration, checked.
 #[derive(Clone, Debug)]
@@ -28,8 +34,12 @@ pub struct Config {
     pub admin: Option<Admin>,
     /// Where slots are counted.
     pub store: Store,
+    /// The priority classes. Routes and limits refer to them by index.
+    pub classes: Classes,
     /// Every limit, in the order of the file. Routes and upstreams refer to them by index.
     pub limits: Vec<Limit>,
+    /// Every rate, in the order of the file. Routes refer to them by index.
+    pub rates: Vec<Rate>,
     /// Every upstream. Routes refer to them by index.
     pub upstreams: Vec<Upstream>,
     /// Every route, in the order of the file.
@@ -64,6 +74,8 @@ pub struct Server {
 pub struct Admin {
     /// Where operators connect.
     pub listen: SocketAddr,
+    /// What a write must bring as its bearer token; off loopback there are no writes without one.
+    pub token: Option<Secret>,
 }
 
 /// `[store]`
@@ -75,6 +87,8 @@ pub struct Store {
     pub prefix: String,
     /// How long one call of the store may take.
     pub op_timeout: Duration,
+    /// Hides key values in the names of keys: their digest is an HMAC under this; the same on every instance.
+    pub digest_key: Option<Secret>,
 }
 
 /// The two stores.
@@ -101,7 +115,7 @@ impl std::fmt::Debug for Secret {
 pub struct Limit {
     /// Letters, digits, `.`, `_` and `-`; at most 128.
     pub name: Arc<str>,
-    /// The cap N on requests in flight, fleet-wide. 0 admits nobody.
+    /// The cap N on requests in flight, fleet-wide, for each value of `key`. 0 admits nobody.
     pub slots: u32,
     /// How long a slot lasts without renewal.
     pub lease: Duration,
@@ -111,6 +125,18 @@ pub struct Limit {
     pub queue: Queue,
     /// How long recovery lasts after a loss of the store's memory.
     pub recovery: Recovery,
+    /// One for each class of [`Config::classes`].
+    pub classes: Vec<ClassPolicy>,
+    /// Splits the limit: each value has slots and a queue of its own.
+    pub key: Option<Key>,
+    /// Values of `key` with other slots.
+    pub slots_for: Vec<(String, u32)>,
+    /// Of a refusal when full: 503, 429 or 529.
+    pub status: StatusCode,
+    /// Whether it refuses.
+    pub mode: Mode,
+    /// Tells the upstream the holder's id.
+    pub holder_header: Option<HeaderName>,
 }
 
 /// `queue = { size, timeout }`
@@ -138,6 +164,8 @@ pub struct Upstream {
     pub name: Arc<str>,
     /// `http://` or `https://`, an authority, and perhaps a base path that goes in front of the request's.
     pub endpoint: Uri,
+    /// Indices into [`Config::limits`]: they apply on every way that leads here.
+    pub limits: Vec<usize>,
     /// Bound on TCP and TLS together.
     pub connect_timeout: Duration,
     /// From the request's end of head to the response's.
@@ -185,6 +213,59 @@ pub struct Route {
     pub upstream: usize,
     /// Indices into [`Config::limits`]: the route's own, then the upstream's, each once.
     pub limits: Vec<usize>,
+    /// Indices into [`Config::rates`], each once.
+    pub rates: Vec<usize>,
+    /// How important a request is.
+    pub class: ClassRule,
+    /// How many slots a request takes.
+    pub weight: WeightRule,
+    /// The form of a refusal's body.
+    pub dialect: Dialect,
+    /// What is tried, in order, before a request is refused because a limit is full.
+    pub on_full: Vec<Step>,
+    /// In which header clients say how long they will wait.
+    pub deadline_header: Option<HeaderName>,
+}
+
+// What tests of other modules leave out.
+#[cfg(test)]
+impl Limit {
+    pub(crate) fn plain(name: &str, slots: u32) -> Self {
+        Self {
+            name: Arc::from(name),
+            slots,
+            lease: Duration::from_secs(15),
+            max_hold: None,
+            queue: Queue { size: 10, timeout: Duration::from_secs(10) },
+            recovery: Recovery::Fast,
+            classes: vec![ClassPolicy::default(); Classes::default().order.len()],
+            key: None,
+            slots_for: Vec::new(),
+            status: StatusCode::SERVICE_UNAVAILABLE,
+            mode: Mode::Enforce,
+            holder_header: None,
+        }
+    }
+}
+
+#[cfg(test)]
+impl Route {
+    pub(crate) fn plain(path: &str) -> Self {
+        Self {
+            name: Arc::from(path),
+            host: HostPattern::Any,
+            path: path.to_owned(),
+            methods: Vec::new(),
+            upstream: 0,
+            limits: Vec::new(),
+            rates: Vec::new(),
+            class: ClassRule::Fixed(Classes::default().usual()),
+            weight: WeightRule::Fixed(1),
+            dialect: Dialect::Problem,
+            on_full: Vec::new(),
+            deadline_header: None,
+        }
+    }
 }
 
 /// `host` of a route

@@ -6,6 +6,7 @@ use tidegate::{
     app, check,
     cli::{self, Command},
     config::{Config, ConfigError},
+    size,
 };
 
 #[global_allocator]
@@ -24,6 +25,12 @@ fn main() -> ExitCode {
             ExitCode::SUCCESS
         }),
         Command::Demo(options) => app::demo(&options),
+        Command::Status(options) => app::status(options),
+        Command::Limit(options) => app::limit(options),
+        Command::Size(options) => {
+            print!("{}", size::report(&options.known()));
+            ExitCode::SUCCESS
+        }
     }
 }
 

@@ -202,24 +202,19 @@ fn decode(path: &str, slashes: bool) -> String {
 
 #[cfg(test)]
 mod tests {
-    use std::sync::Arc;
-
     use super::*;
 
     fn routes(of: &[(&str, &str, &[Method])]) -> Routes {
         let routes: Vec<_> = of
             .iter()
             .map(|(host, path, methods)| Route {
-                name: Arc::from(*path),
                 host: match host.strip_prefix('*') {
                     _ if host.is_empty() => HostPattern::Any,
                     Some(suffix) => HostPattern::Suffix(suffix.to_owned()),
                     None => HostPattern::Exact((*host).to_owned()),
                 },
-                path: (*path).to_owned(),
                 methods: methods.to_vec(),
-                upstream: 0,
-                limits: Vec::new(),
+                ..Route::plain(path)
             })
             .collect();
         Routes::new(&routes)

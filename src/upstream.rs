@@ -87,6 +87,7 @@ pub(crate) mod tests {
         config::Upstream {
             name: Arc::from("up"),
             endpoint: endpoint.parse().unwrap(),
+            limits: Vec::new(),
             connect_timeout: Duration::from_secs(3),
             response_timeout: Duration::from_secs(60),
             idle_timeout: Duration::from_secs(60),

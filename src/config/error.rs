@@ -93,6 +93,8 @@ fn plain(message: &str) -> String {
         message.strip_prefix("invalid type: ").or_else(|| message.strip_prefix("invalid value: "));
     // The value itself stays out: it may come from the environment.
     match mismatch.and_then(|rest| rest.rsplit_once(", expected ")) {
+        Some((_, "f64")) => "must be a number".to_owned(),
+        Some((_, "a boolean")) => "must be true or false".to_owned(),
         Some((_, "i64")) => "must be a whole number".to_owned(),
         Some((_, "a string")) => "must be a text in quotes".to_owned(),
         Some((_, "a sequence")) => "must be a list".to_owned(),
@@ -197,10 +199,11 @@ impl Source {
 }
 
 impl Place {
-    /// Whether this is a value under `[store]` that isn't known to be harmless: a misspelled `url` is a secret too.
+    /// Whether this is a value under `[store]` or `[admin]` that isn't known to be harmless: a misspelled `url` is a secret too.
     fn is_secret(&self) -> bool {
-        let in_store = self.key == "store" || self.key.starts_with("store.");
-        self.is_value && in_store && !matches!(&*self.key, "store.op_timeout" | "store.prefix")
+        let table = self.key.split('.').next().unwrap_or_default();
+        let harmless = matches!(&*self.key, "store.op_timeout" | "store.prefix" | "admin.listen");
+        self.is_value && matches!(table, "store" | "admin") && !harmless
     }
 }
 

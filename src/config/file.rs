@@ -4,7 +4,7 @@ use std::{collections::BTreeMap, fmt, path::Path, time::Duration};
 
 use serde::{
     Deserialize, Deserializer,
-    de::{self, MapAccess, Visitor, value::MapAccessDeserializer},
+    de::{self, Visitor},
 };
 use toml::{
     Spanned,
@@ -16,6 +16,13 @@ use super::{
     error::{Problem, Source},
     resolve::resolve,
     rules,
+};
+
+mod policy;
+
+pub(super) use policy::{
+    FileClass, FileClassPolicy, FileClassTable, FileClasses, FileQueue, FileQueueTable, FileRate,
+    FileStep, FileWeight, FileWeightTable, ShortOr,
 };
 
 impl Config {
@@ -73,7 +80,9 @@ pub(super) struct FileConfig {
     pub(super) server: FileServer,
     pub(super) admin: FileAdmin,
     pub(super) store: FileStore,
+    pub(super) classes: FileClasses,
     pub(super) limits: Named<FileLimit>,
+    pub(super) rates: Named<FileRate>,
     pub(super) upstreams: Named<FileUpstream>,
     pub(super) routes: Vec<Spanned<FileRoute>>,
 }
@@ -95,19 +104,28 @@ pub(super) struct FileServer {
     pub(super) drain_timeout: Option<Spanned<FileDuration>>,
 }
 
-#[derive(Debug, Default, Deserialize)]
+// No Debug that shows it: the token is a secret.
+#[derive(Default, Deserialize)]
 #[serde(deny_unknown_fields, expecting = "a table")]
 pub(super) struct FileAdmin {
     pub(super) listen: Option<Spanned<String>>,
+    pub(super) token: Option<Spanned<String>>,
 }
 
-// No Debug: the URL may hold a password.
+impl fmt::Debug for FileAdmin {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("FileAdmin").field("listen", &self.listen).finish_non_exhaustive()
+    }
+}
+
+// No Debug that shows it: the URL may hold a password, the key is a secret.
 #[derive(Default, Deserialize)]
 #[serde(deny_unknown_fields, expecting = "a table")]
 pub(super) struct FileStore {
     pub(super) url: Option<Spanned<String>>,
     pub(super) op_timeout: Option<Spanned<FileDuration>>,
     pub(super) prefix: Option<Spanned<String>>,
+    pub(super) digest_key: Option<Spanned<String>>,
 }
 
 impl fmt::Debug for FileStore {
@@ -124,6 +142,13 @@ pub(super) struct FileLimit {
     pub(super) max_hold: Option<Spanned<FileDuration>>,
     pub(super) queue: Option<Spanned<FileQueue>>,
     pub(super) recovery: Option<Spanned<String>>,
+    #[serde(default)]
+    pub(super) classes: Named<FileClassPolicy>,
+    pub(super) key: Option<Spanned<String>>,
+    pub(super) slots_for: Option<Spanned<Named<Spanned<i64>>>>,
+    pub(super) status: Option<Spanned<i64>>,
+    pub(super) mode: Option<Spanned<String>>,
+    pub(super) holder_header: Option<Spanned<String>>,
 }
 
 #[derive(Debug, Default, Deserialize)]
@@ -148,43 +173,13 @@ pub(super) struct FileRoute {
     pub(super) methods: Option<Vec<Spanned<String>>>,
     pub(super) upstream: Option<Spanned<String>>,
     pub(super) limits: Option<Vec<Spanned<String>>>,
-}
-
-/// `queue`: a table, or a number for its size alone.
-#[derive(Debug)]
-pub(super) enum FileQueue {
-    Size(i64),
-    Table(FileQueueTable),
-}
-
-#[derive(Debug, Default, Deserialize)]
-#[serde(deny_unknown_fields, expecting = "a table")]
-pub(super) struct FileQueueTable {
-    pub(super) size: Option<Spanned<i64>>,
-    pub(super) timeout: Option<Spanned<FileDuration>>,
-}
-
-// By hand, since serde's untagged enums lose the spans inside them.
-impl<'de> Deserialize<'de> for FileQueue {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        struct QueueVisitor;
-        impl<'de> Visitor<'de> for QueueVisitor {
-            type Value = FileQueue;
-
-            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-                f.write_str(r#"a number or a table such as { size = 200, timeout = "10s" }"#)
-            }
-
-            fn visit_i64<E: de::Error>(self, size: i64) -> Result<FileQueue, E> {
-                Ok(FileQueue::Size(size))
-            }
-
-            fn visit_map<A: MapAccess<'de>>(self, map: A) -> Result<FileQueue, A::Error> {
-                FileQueueTable::deserialize(MapAccessDeserializer::new(map)).map(FileQueue::Table)
-            }
-        }
-        deserializer.deserialize_any(QueueVisitor)
-    }
+    pub(super) rates: Option<Vec<Spanned<String>>>,
+    pub(super) class: Option<Spanned<FileClass>>,
+    pub(super) weight: Option<Spanned<FileWeight>>,
+    pub(super) dialect: Option<Spanned<String>>,
+    #[serde(default)]
+    pub(super) on_full: Vec<Spanned<FileStep>>,
+    pub(super) deadline_header: Option<Spanned<String>>,
 }
 
 /// A duration such as "250ms".

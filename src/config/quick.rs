@@ -71,7 +71,7 @@ impl Config {
             AdminListen::Off => None,
             AdminListen::At(listen) => {
                 rules::apart(self.server.listen, listen).map_err(flag("--admin-listen"))?;
-                Some(Admin { listen })
+                Some(Admin { listen, token: self.admin.and_then(|admin| admin.token) })
             }
         };
         Ok(self)

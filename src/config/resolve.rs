@@ -10,14 +10,21 @@ use std::{
 use toml::Spanned;
 
 use super::{
-    Admin, Config, HostPattern, Limit, Queue, Route, Server, Store, Upstream,
+    Admin, Config, HostPattern, Limit, Route, Server, Step, Store, Upstream,
     error::Problem,
     file::{
-        FileAdmin, FileConfig, FileDuration, FileLimit, FileQueue, FileQueueTable, FileRoute,
-        FileServer, FileStore, FileUpstream, Named,
+        FileAdmin, FileConfig, FileDuration, FileLimit, FileRoute, FileServer, FileStore,
+        FileUpstream, Named,
     },
     rules,
 };
+
+mod policy;
+
+use policy::KnownClasses;
+
+/// Names, each with its index.
+type Names = HashMap<Arc<str>, usize>;
 
 type Found<T> = Result<T, Problem>;
 
@@ -33,14 +40,20 @@ pub(super) fn resolve(file: FileConfig, end: usize) -> Found<Config> {
         Problem::new(listen.map_or(0..0, Spanned::span), rule)
     })?;
     let store = store(&file.store)?;
-    let limits = in_order(file.limits, |name, table| limit(name, table, store.op_timeout))?;
+    let classes = policy::classes(&file.classes)?;
+    let limits =
+        in_order(&file.limits, |name, table| limit(name, table, store.op_timeout, &classes))?;
+    let rates = in_order(&file.rates, policy::rate)?;
     let limit_names = index(limits.iter().map(|limit| &limit.name));
-    let mut upstream_limits = Vec::new();
-    let upstreams = in_order(file.upstreams, |name, table| {
-        upstream_limits.push(references(&table.limits, &limit_names, "limit")?);
-        upstream(name, table)
+    let upstreams = in_order(&file.upstreams, |name, table| {
+        upstream(name, table, &limit_names, policy::silence(name.get_ref(), &file.routes))
     })?;
-    let upstream_names = index(upstreams.iter().map(|upstream| &upstream.name));
+    let known = Known {
+        classes,
+        limits: limit_names,
+        rates: index(rates.iter().map(|rate| &rate.name)),
+        upstreams: index(upstreams.iter().map(|upstream| &upstream.name)),
+    };
     if file.routes.is_empty() {
         return Err(Problem::missing(
             end..end,
@@ -50,14 +63,24 @@ pub(super) fn resolve(file: FileConfig, end: usize) -> Found<Config> {
     }
     let mut routes = Vec::with_capacity(file.routes.len());
     for table in &file.routes {
-        let mut route = route(table, &limit_names, &upstream_names)?;
-        let inherited = &upstream_limits[route.upstream];
+        let mut route = route(table, &known)?;
+        let inherited = &upstreams[route.upstream].limits;
         route.limits = each_once(route.limits.iter().chain(inherited));
+        policy::check_steps(table.get_ref(), &route, &upstreams, &limits)?;
         routes.push(route);
     }
     check_overlaps(&file.routes, &routes)?;
-    check_orders(&file.routes, &routes, &limits)?;
-    Ok(Config { server, admin: Some(admin), store, limits, upstreams, routes })
+    check_orders(&file.routes, &routes, &upstreams, &limits)?;
+    let classes = known.classes.classes;
+    Ok(Config { server, admin: Some(admin), store, classes, limits, rates, upstreams, routes })
+}
+
+/// What a route may name.
+struct Known {
+    classes: KnownClasses,
+    limits: Names,
+    rates: Names,
+    upstreams: Names,
 }
 
 fn server(file: &FileServer) -> Found<Server> {
@@ -75,7 +98,10 @@ fn server(file: &FileServer) -> Found<Server> {
 }
 
 fn admin(file: &FileAdmin) -> Found<Admin> {
-    Ok(Admin { listen: address(&file.listen, "127.0.0.1:9900")? })
+    Ok(Admin {
+        listen: address(&file.listen, "127.0.0.1:9900")?,
+        token: optional(&file.token, rules::secret)?,
+    })
 }
 
 fn store(file: &FileStore) -> Found<Store> {
@@ -85,13 +111,18 @@ fn store(file: &FileStore) -> Found<Store> {
         kind: or_text(&file.url, "memory:", rules::store_kind)?,
         prefix: prefix.to_owned(),
         op_timeout: positive(&file.op_timeout, 400)?,
+        digest_key: optional(&file.digest_key, rules::secret)?,
     })
 }
 
-fn limit(name: &Spanned<String>, file: &FileLimit, op_timeout: Duration) -> Found<Limit> {
+fn limit(
+    name: &Spanned<String>,
+    file: &FileLimit,
+    op_timeout: Duration,
+    classes: &KnownClasses,
+) -> Found<Limit> {
     rules::name(name.get_ref()).at(name.span())?;
-    let slots = required(name.span(), &file.slots, "slots")?;
-    let slots = rules::within(*slots.get_ref(), rules::SLOTS).at(slots.span())?;
+    let slots = policy::slots(required(name.span(), &file.slots, "slots")?)?;
     let lease_span = file.lease.as_ref().map_or(name.span(), Spanned::span);
     let lease = rules::lease(duration(&file.lease, 15_000), op_timeout);
     let lease = match (&file.lease, lease) {
@@ -99,34 +130,32 @@ fn limit(name: &Spanned<String>, file: &FileLimit, op_timeout: Duration) -> Foun
         (Some(_), lease) => lease.at(lease_span)?,
         (None, Ok(lease)) => lease,
     };
+    let key = optional(&file.key, rules::key)?;
+    let slots_for = policy::slots_for(&file.slots_for, key.is_some())?;
+    let status = if key.is_some() { 429 } else { 503 };
     Ok(Limit {
         name: Arc::from(name.get_ref().as_str()),
         slots,
         lease,
         max_hold: Some(duration(&file.max_hold, 30 * 60_000)).filter(|hold| !hold.is_zero()),
-        queue: queue(&file.queue, slots)?,
+        queue: policy::queue(&file.queue, slots)?,
         recovery: or_text(&file.recovery, "fast", rules::recovery)?,
+        classes: policy::class_policies(&file.classes, classes)?,
+        key,
+        slots_for,
+        status: or(&file.status, status, rules::refusal_status)?,
+        mode: or_text(&file.mode, "enforce", rules::mode)?,
+        holder_header: optional(&file.holder_header, rules::own_header)?,
     })
 }
 
-fn queue(file: &Option<Spanned<FileQueue>>, slots: u32) -> Found<Queue> {
-    let by_default = FileQueueTable::default();
-    let (size, table) = match file.as_ref().map(|queue| (queue.span(), queue.get_ref())) {
-        None => (None, &by_default),
-        Some((span, FileQueue::Size(size))) => (Some((*size, span)), &by_default),
-        Some((_, FileQueue::Table(table))) => {
-            let size = table.size.as_ref();
-            (size.map(|size| (*size.get_ref(), size.span())), table)
-        }
-    };
-    let size = match size {
-        Some((size, span)) => rules::within(size, WAITERS).at(span)?,
-        None => (4 * slots).max(64),
-    };
-    Ok(Queue { size, timeout: positive(&table.timeout, 10_000)? })
-}
-
-fn upstream(name: &Spanned<String>, file: &FileUpstream) -> Found<Upstream> {
+/// `silence` is how long it may say nothing by default, ms.
+fn upstream(
+    name: &Spanned<String>,
+    file: &FileUpstream,
+    limits: &Names,
+    silence: u64,
+) -> Found<Upstream> {
     rules::name(name.get_ref()).at(name.span())?;
     let endpoints = required(name.span(), &file.endpoints, "endpoints")?;
     let [endpoint] = endpoints.get_ref().as_slice() else {
@@ -136,9 +165,10 @@ fn upstream(name: &Spanned<String>, file: &FileUpstream) -> Found<Upstream> {
     Ok(Upstream {
         name: Arc::from(name.get_ref().as_str()),
         endpoint: rules::endpoint(endpoint.get_ref()).at(endpoint.span())?,
+        limits: references(&file.limits, limits, "limit")?,
         connect_timeout: positive(&file.connect_timeout, 3_000)?,
-        response_timeout: positive(&file.response_timeout, 60_000)?,
-        idle_timeout: positive(&file.idle_timeout, 60_000)?,
+        response_timeout: positive(&file.response_timeout, silence)?,
+        idle_timeout: positive(&file.idle_timeout, silence)?,
         linger: duration(&file.linger, 250),
         on_client_gone: or_text(&file.on_client_gone, "cancel", rules::on_client_gone)?,
         host: or_text(&file.host, "upstream", rules::host_header)?,
@@ -146,11 +176,7 @@ fn upstream(name: &Spanned<String>, file: &FileUpstream) -> Found<Upstream> {
 }
 
 /// A route with its own limits only.
-fn route(
-    table: &Spanned<FileRoute>,
-    limits: &HashMap<Arc<str>, usize>,
-    upstreams: &HashMap<Arc<str>, usize>,
-) -> Found<Route> {
+fn route(table: &Spanned<FileRoute>, known: &Known) -> Found<Route> {
     let file = table.get_ref();
     let host = match &file.host {
         Some(host) => rules::host_pattern(host.get_ref()).at(host.span())?,
@@ -168,8 +194,18 @@ fn route(
         host,
         path: path.to_owned(),
         methods: each(&file.methods, rules::method)?,
-        upstream: reference(upstream, upstreams, "upstream")?,
-        limits: references(&file.limits, limits, "limit")?,
+        upstream: reference(upstream, &known.upstreams, "upstream")?,
+        limits: references(&file.limits, &known.limits, "limit")?,
+        rates: each_once(references(&file.rates, &known.rates, "rate")?.iter()),
+        class: policy::class(&file.class, &known.classes)?,
+        weight: policy::weight(&file.weight)?,
+        dialect: or_text(&file.dialect, "problem", rules::dialect)?,
+        on_full: file
+            .on_full
+            .iter()
+            .map(|step| policy::step(step, &known.upstreams))
+            .collect::<Found<_>>()?,
+        deadline_header: optional(&file.deadline_header, rules::header)?,
     })
 }
 
@@ -197,35 +233,63 @@ fn methods_overlap(a: &Route, b: &Route) -> bool {
 }
 
 /// Refuses routes that take limits in a circle: each would hold a slot the other waits for.
-fn check_orders(tables: &[Spanned<FileRoute>], routes: &[Route], limits: &[Limit]) -> Found<()> {
-    // Per limit: which limit is taken right after it, and by which route.
-    let mut after: Vec<Vec<(usize, usize)>> = vec![Vec::new(); limits.len()];
+fn check_orders(
+    tables: &[Spanned<FileRoute>],
+    routes: &[Route],
+    upstreams: &[Upstream],
+    limits: &[Limit],
+) -> Found<()> {
+    // Per limit: which limit is taken right after it, by which route, and where that is said.
+    let mut after: Vec<Vec<After>> = vec![Vec::new(); limits.len()];
     for (index, route) in routes.iter().enumerate() {
-        for (&first, &second) in route.limits.iter().zip(route.limits.iter().skip(1)) {
-            if let Some(other) = route_between(&after, second, first) {
-                let rule = format!(
-                    "takes limit `{}` before `{}`, and route `{}` the other way round: they could wait for each other",
-                    limits[first].name, limits[second].name, routes[other].name
-                );
-                return Err(Problem::new(order_place(&tables[index]), rule)
-                    .against(order_place(&tables[other])));
+        for (chain, place) in chains(&tables[index], route, upstreams) {
+            for (&first, &second) in chain.iter().zip(chain.iter().skip(1)) {
+                if let Some(other) = way_between(&after, second, first) {
+                    let rule = format!(
+                        "takes limit `{}` before `{}`, and route `{}` the other way round: they could wait for each other",
+                        limits[first].name, limits[second].name, routes[other.route].name
+                    );
+                    return Err(Problem::new(place, rule).against(other.place.clone()));
+                }
+                after[first].push(After { limit: second, route: index, place: place.clone() });
             }
-            after[first].push((second, index));
         }
     }
     Ok(())
 }
 
-/// The route that begins a way from one limit to another, if there is one.
-fn route_between(after: &[Vec<(usize, usize)>], from: usize, to: usize) -> Option<usize> {
+#[derive(Clone)]
+struct After {
+    limit: usize,
+    route: usize,
+    place: Range<usize>,
+}
+
+/// What one request of a route may take together: the route's limits or, keeping none of them, those of a step of `on_full`.
+fn chains<'a>(
+    table: &Spanned<FileRoute>,
+    route: &'a Route,
+    upstreams: &'a [Upstream],
+) -> Vec<(&'a [usize], Range<usize>)> {
+    let mut chains = vec![(route.limits.as_slice(), order_place(table))];
+    for (file, step) in table.get_ref().on_full.iter().zip(&route.on_full) {
+        if let Step::Upstream { upstream, .. } = step {
+            chains.push((&upstreams[*upstream].limits, policy::step_place(file)));
+        }
+    }
+    chains
+}
+
+/// The beginning of a way from one limit to another, if there is one.
+fn way_between(after: &[Vec<After>], from: usize, to: usize) -> Option<&After> {
     let mut seen = HashSet::from([from]);
-    let mut open: Vec<_> = after[from].clone();
-    while let Some((limit, route)) = open.pop() {
+    let mut open: Vec<_> = after[from].iter().map(|next| (next.limit, next)).collect();
+    while let Some((limit, first)) = open.pop() {
         if limit == to {
-            return Some(route);
+            return Some(first);
         }
         if seen.insert(limit) {
-            open.extend(after[limit].iter().map(|&(next, _)| (next, route)));
+            open.extend(after[limit].iter().map(|next| (next.limit, first)));
         }
     }
     None
@@ -284,6 +348,14 @@ fn or_text<U>(
     rule(text(value, default)).at(value.as_ref().map_or(0..0, Spanned::span))
 }
 
+fn optional<U>(
+    value: &Option<Spanned<String>>,
+    rule: impl Fn(&str) -> Result<U, String>,
+) -> Found<Option<U>> {
+    let value = value.as_ref().map(|value| rule(value.get_ref()).at(value.span()));
+    value.transpose()
+}
+
 fn text<'a>(value: &'a Option<Spanned<String>>, default: &'a str) -> &'a str {
     value.as_ref().map_or(default, |value| value.get_ref())
 }
@@ -313,28 +385,28 @@ fn each<T>(
 
 /// Resolves tables in the order of the file.
 fn in_order<T, U>(
-    tables: Named<T>,
-    mut resolve: impl FnMut(&Spanned<String>, &T) -> Found<U>,
+    tables: &Named<T>,
+    resolve: impl Fn(&Spanned<String>, &T) -> Found<U>,
 ) -> Found<Vec<U>> {
-    let mut tables: Vec<_> = tables.into_iter().collect();
+    let mut tables: Vec<_> = tables.iter().collect();
     tables.sort_by_key(|(name, _)| name.span().start);
-    tables.iter().map(|(name, table)| resolve(name, table)).collect()
+    tables.into_iter().map(|(name, table)| resolve(name, table)).collect()
 }
 
-fn index<'a>(names: impl Iterator<Item = &'a Arc<str>>) -> HashMap<Arc<str>, usize> {
+fn index<'a>(names: impl Iterator<Item = &'a Arc<str>>) -> Names {
     names.enumerate().map(|(index, name)| (Arc::clone(name), index)).collect()
 }
 
 fn references(
     names: &Option<Vec<Spanned<String>>>,
-    known: &HashMap<Arc<str>, usize>,
+    known: &Names,
     kind: &str,
 ) -> Found<Vec<usize>> {
     let names = names.as_deref().unwrap_or_default();
     names.iter().map(|name| reference(name, known, kind)).collect()
 }
 
-fn reference(name: &Spanned<String>, known: &HashMap<Arc<str>, usize>, kind: &str) -> Found<usize> {
+fn reference(name: &Spanned<String>, known: &Names, kind: &str) -> Found<usize> {
     known.get(name.get_ref().as_str()).copied().ok_or_else(|| {
         let mut names: Vec<_> = known.keys().map(AsRef::as_ref).collect();
         names.sort_unstable();

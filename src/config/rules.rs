@@ -8,18 +8,24 @@ use std::{
 };
 
 use deadpool_redis::redis::IntoConnectionInfo;
-use http::{Method, Uri, uri::PathAndQuery};
+use http::{HeaderName, HeaderValue, Method, StatusCode, Uri, header, uri::PathAndQuery};
 use ipnet::IpNet;
 
-use super::{HostHeader, HostPattern, OnClientGone, Recovery, Secret, StoreKind};
+use super::{
+    Dialect, HostHeader, HostPattern, Key, MOST_SLOTS, Mode, OnClientGone, Recovery, Secret,
+    StoreKind,
+};
 
 type Rule<T> = Result<T, String>;
 
 /// How many slots a limit may have.
-pub(super) const SLOTS: RangeInclusive<i64> = 0..=1_000_000;
+pub(super) const SLOTS: RangeInclusive<i64> = 0..=MOST_SLOTS as i64;
 
 /// Keeps sums of a duration and a clock far from overflow.
 const LONGEST: Duration = Duration::from_secs(365 * 24 * 60 * 60);
+
+/// How many slots one request may take.
+pub(super) const WEIGHTS: RangeInclusive<i64> = 1..=1_000;
 
 const SHORTEST_LEASE: Duration = Duration::from_secs(2);
 
@@ -222,6 +228,111 @@ fn is_standard(method: &str) -> bool {
         method,
         "GET" | "HEAD" | "POST" | "PUT" | "PATCH" | "DELETE" | "OPTIONS" | "TRACE" | "CONNECT"
     )
+}
+
+pub(super) fn window(window: Duration) -> Rule<Duration> {
+    let longest = Duration::from_secs(24 * 60 * 60);
+    if window < Duration::from_millis(1) || window > longest {
+        return Err("must be 1ms to 1d".to_owned());
+    }
+    Ok(window)
+}
+
+pub(super) fn bytes(text: &str) -> Rule<u64> {
+    let units = [("KiB", 1 << 10), ("MiB", 1 << 20), ("GiB", 1 << 30), ("", 1)];
+    let found = units.iter().find_map(|(unit, size)| Some((text.strip_suffix(unit)?, size)));
+    some_bytes(
+        found.and_then(|(number, size)| number.trim().parse::<u64>().ok()?.checked_mul(*size)),
+    )
+}
+
+pub(super) fn some_bytes(number: Option<u64>) -> Rule<u64> {
+    let rule = || r#"must be a size of at least one byte, such as "1MiB" or "64KiB""#.to_owned();
+    number.filter(|number| *number > 0).ok_or_else(rule)
+}
+
+pub(super) fn share(share: f64) -> Rule<f64> {
+    if share > 0.0 && share <= 1.0 {
+        return Ok(share);
+    }
+    Err("must be above 0 and at most 1".to_owned())
+}
+
+pub(super) fn secret(text: &str) -> Rule<Secret> {
+    if text.is_empty() || text.len() > 1024 || !text.bytes().all(|byte| byte.is_ascii_graphic()) {
+        return Err("must be 1 to 1024 printable ASCII characters without spaces".to_owned());
+    }
+    Ok(Secret(text.to_owned()))
+}
+
+pub(super) fn header(text: &str) -> Rule<HeaderName> {
+    HeaderName::from_bytes(text.as_bytes())
+        .map_err(|_| r#"must be the name of a header, such as "x-tenant""#.to_owned())
+}
+
+/// A header that the proxy adds must not be one that HTTP itself lives by.
+pub(super) fn own_header(text: &str) -> Rule<HeaderName> {
+    let name = self::header(text)?;
+    let taken = [
+        header::HOST,
+        header::CONNECTION,
+        header::CONTENT_LENGTH,
+        header::TRANSFER_ENCODING,
+        header::UPGRADE,
+        header::TE,
+        header::TRAILER,
+        header::EXPECT,
+    ];
+    if taken.contains(&name) {
+        return Err(r#"must be a header of its own, such as "x-holder""#.to_owned());
+    }
+    Ok(name)
+}
+
+pub(super) fn content_type(text: &str) -> Rule<HeaderValue> {
+    let value = HeaderValue::from_str(text).ok().filter(|_| text.contains('/'));
+    value.ok_or_else(|| r#"must be a media type, such as "application/json""#.to_owned())
+}
+
+pub(super) fn answer_status(number: i64) -> Rule<StatusCode> {
+    let number = within::<u16>(number, 200..=599)?;
+    StatusCode::from_u16(number).map_err(|_| "must be 200 to 599".to_owned())
+}
+
+pub(super) fn refusal_status(number: i64) -> Rule<StatusCode> {
+    match number {
+        503 => Ok(StatusCode::SERVICE_UNAVAILABLE),
+        429 => Ok(StatusCode::TOO_MANY_REQUESTS),
+        529 => answer_status(number),
+        _ => Err("must be 503, 429 or 529".to_owned()),
+    }
+}
+
+pub(super) fn key(text: &str) -> Rule<Key> {
+    if text == "client-ip" {
+        return Ok(Key::ClientIp);
+    }
+    let name = text.strip_prefix("header:").and_then(|name| header(name).ok());
+    name.map(Key::Header)
+        .ok_or_else(|| r#"must be "client-ip" or a header, such as "header:x-tenant""#.to_owned())
+}
+
+pub(super) fn mode(text: &str) -> Rule<Mode> {
+    match text {
+        "enforce" => Ok(Mode::Enforce),
+        "shadow" => Ok(Mode::Shadow),
+        _ => Err(r#"must be "enforce" or "shadow""#.to_owned()),
+    }
+}
+
+pub(super) fn dialect(text: &str) -> Rule<Dialect> {
+    match text {
+        "problem" => Ok(Dialect::Problem),
+        "openai" => Ok(Dialect::OpenAi),
+        "anthropic" => Ok(Dialect::Anthropic),
+        "text" => Ok(Dialect::Text),
+        _ => Err(r#"must be "problem", "openai", "anthropic" or "text""#.to_owned()),
+    }
 }
 
 pub(super) fn recovery(text: &str) -> Rule<Recovery> {

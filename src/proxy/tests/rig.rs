@@ -11,7 +11,7 @@ use tokio::{
 use super::super::Proxy;
 use crate::{
     admission::Admission,
-    config::{Config, HostPattern, Limit, Queue, Recovery, Route, Server, Store, StoreKind},
+    config::{Classes, Config, Limit, Route, Server, Store, StoreKind},
     metrics::Metrics,
     server,
     store::MemoryStore,
@@ -154,23 +154,16 @@ fn config(endpoint: &str) -> Config {
             drain_timeout: second,
         },
         admin: None,
-        store: Store { kind: StoreKind::Memory, prefix: String::new(), op_timeout: second },
-        limits: vec![Limit {
-            name: Arc::from("one"),
-            slots: 1,
-            lease: 15 * second,
-            max_hold: None,
-            queue: Queue { size: 10, timeout: 10 * second },
-            recovery: Recovery::Fast,
-        }],
+        store: Store {
+            kind: StoreKind::Memory,
+            prefix: String::new(),
+            op_timeout: second,
+            digest_key: None,
+        },
+        classes: Classes::default(),
+        limits: vec![Limit::plain("one", 1)],
+        rates: Vec::new(),
         upstreams: vec![upstream::tests::config(endpoint)],
-        routes: vec![Route {
-            name: Arc::from("/"),
-            host: HostPattern::Any,
-            path: "/".to_owned(),
-            methods: Vec::new(),
-            upstream: 0,
-            limits: vec![0],
-        }],
+        routes: vec![Route { limits: vec![0], ..Route::plain("/") }],
     }
 }

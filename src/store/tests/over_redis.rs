@@ -100,6 +100,7 @@ async fn errors_tell_neither_url_nor_password() {
         let settings = Settings {
             kind: StoreKind::Redis(Secret(url.clone())),
             prefix: String::new(),
+            digest_key: None,
             op_timeout: Duration::from_millis(500),
         };
         let text = match RedisStore::new(&Secret(url.clone()), &settings) {
@@ -118,6 +119,7 @@ async fn a_silent_server_times_out() {
     let settings = Settings {
         kind: StoreKind::Redis(url.clone()),
         prefix: String::new(),
+        digest_key: None,
         op_timeout: Duration::from_millis(100),
     };
     let store = RedisStore::new(&url, &settings).unwrap();

@@ -83,6 +83,7 @@ impl Server {
         let settings = Settings {
             kind: StoreKind::Redis(url.clone()),
             prefix: PREFIX.to_owned(),
+            digest_key: None,
             op_timeout: Duration::from_secs(2),
         };
         RedisStore::new(&url, &settings).unwrap()
