@@ -38,6 +38,7 @@ pub struct Admin {
     instance: Uuid,
     store: &'static str,
     limits: Vec<Arc<str>>,
+    classes: Vec<Arc<str>>,
     admission: Arc<Admission>,
     metrics: Arc<Metrics>,
     draining: watch::Receiver<bool>,
@@ -88,7 +89,16 @@ impl Admin {
         let limits = config.limits.iter().map(|limit| Arc::clone(&limit.name)).collect();
         let instance = admission.instance();
         let guard = Guard::new(config.admin.as_ref());
-        Arc::new(Self { instance, store, limits, admission, metrics, draining, guard })
+        Arc::new(Self {
+            classes: config.classes.order.clone(),
+            instance,
+            store,
+            limits,
+            admission,
+            metrics,
+            draining,
+            guard,
+        })
     }
 
     async fn answer(&self, request: Request<Incoming>) -> Answer {
@@ -133,7 +143,13 @@ impl Admin {
             },
             _ => return not_allowed("GET, HEAD, PATCH"),
         };
-        json_answer(&limit_status(&self.admission.outlook(), index, status))
+        json_answer(&limit_status(
+            &self.admission.outlook(),
+            index,
+            self.instance,
+            &self.classes,
+            status,
+        ))
     }
 
     /// The slots that a permitted write asks for; none for what the configuration says.
@@ -177,7 +193,7 @@ impl Admin {
         let mut limits = Map::new();
         for (index, name) in self.limits.iter().enumerate() {
             let status = self.admission.status(index).await;
-            let status = limit_status(&outlook, index, self.instance, status);
+            let status = limit_status(&outlook, index, self.instance, &self.classes, status);
             limits.insert(name.to_string(), status);
         }
         json!({
@@ -195,6 +211,7 @@ fn limit_status(
     outlook: &Outlook,
     index: usize,
     instance: Uuid,
+    classes: &[Arc<str>],
     status: Result<SetStatus, StoreError>,
 ) -> Value {
     let seen: &SetState = &outlook.sets[index];
@@ -209,15 +226,23 @@ fn limit_status(
         ..SetStatus::default()
     });
     let waiting: u32 = status.waiting.iter().map(|(count, _)| count).sum();
+    let by_class: Map<_, _> = classes
+        .iter()
+        .zip(status.waiting.iter().map(|(count, _)| *count).chain(std::iter::repeat(0)))
+        .map(|(class, count)| (class.to_string(), json!(count)))
+        .collect();
+    let arrival_rate = outlook.arrival_rate[index];
     let oldest = status.waiting.iter().map(|(_, oldest)| *oldest).max();
     let queue_seconds = hold.map(|hold| f64::from(waiting) * hold / f64::from(status.slots.max(1)));
     json!({
         "slots": status.slots,
         "in_use": status.used,
         "local": local,
-        "waiting": { "normal": waiting },
+        "waiting": by_class,
         "oldest_wait_ms": oldest.unwrap_or(0),
         "queue_seconds": queue_seconds,
+        "arrival_rate": arrival_rate,
+        "needed_slots": hold.map(|hold| arrival_rate * hold),
         "hold_ms": hold.map(|hold| hold * 1000.0),
         "holders_by_instance": status.by_instance.iter().map(|(instance, slots)| (instance.to_string(), json!(slots))).collect::<Map<_, _>>(),
     })

@@ -2,16 +2,22 @@
 
 use std::{sync::Arc, time::Duration};
 
+use http::StatusCode;
 use tokio::time::Instant;
 use uuid::Uuid;
 
 use crate::{
-    config::{Config, Limit, Recovery},
-    leases::{Lease, Leases, LimitSettings, Outlook, Refused, Settings, Why},
+    config::{Config, Mode, Recovery, Route, Step},
+    leases::{Lease, Leases, LimitSettings, Outlook, Settings, Why},
     metrics::{LimitMetrics, Metrics},
     reason::Reason,
-    store::{Ask, ClassSpec, SetSpec, SetStatus, SlotStore, StoreError, Want},
+    store::{ClassSpec, SetSpec, SetStatus, SlotStore, StoreError},
 };
+
+mod plan;
+
+pub use plan::Arrival;
+use plan::Plan;
 
 /// A lease that outlives every process: a store inside the process forgets when the process does.
 const FOREVER: Duration = Duration::from_secs(100 * 365 * 24 * 3600);
@@ -22,15 +28,18 @@ pub struct Admission {
     leases: Leases,
     store: Arc<dyn SlotStore>,
     metrics: Arc<Metrics>,
-    routes: Vec<RoutePlan>,
+    /// One for each route, then one for each upstream that a route falls back on.
+    plans: Vec<Planned>,
+    /// For each route, and each step of its ladder that is an upstream, which of the plans.
+    fallbacks: Vec<Vec<Option<usize>>>,
     limits: Vec<Arc<SetSpec>>,
+    statuses: Vec<StatusCode>,
 }
 
-/// What a request on a route asks for.
+/// A plan, and what is measured of the requests that follow it.
 #[derive(Debug)]
-struct RoutePlan {
-    name: Arc<str>,
-    wants: Arc<[Want]>,
+struct Planned {
+    plan: Plan,
     meters: Arc<[LimitMetrics]>,
     max_hold: Option<Duration>,
 }
@@ -57,9 +66,9 @@ struct Held {
 pub struct Refusal {
     /// The word for it.
     pub reason: Reason,
-    /// Index of the limit that refused, if one did.
-    pub limit: Option<usize>,
-    /// How long a request would have to wait now, where that was measured.
+    /// The status of the answer, where it isn't the reason's own.
+    pub status: Option<StatusCode>,
+    /// How long a request would have to wait now, where that was measured; for a rate, exactly.
     pub expected_wait: Option<Duration>,
 }
 
@@ -67,29 +76,35 @@ impl Admission {
     /// Starts the lease keeper of this instance on the current runtime.
     pub fn start(config: &Config, store: Arc<dyn SlotStore>, metrics: Arc<Metrics>) -> Arc<Self> {
         let local = store.local().is_some();
-        let op_timeout = config.store.op_timeout;
-        let limits: Vec<LimitSettings> = config
-            .limits
-            .iter()
-            .enumerate()
-            .map(|(index, limit)| limit_settings(index, limit, op_timeout, local))
-            .collect();
-        let specs: Vec<_> = limits.iter().map(|limit| Arc::clone(&limit.set)).collect();
-        let plan = |route: &crate::config::Route| {
+        let limits: Vec<LimitSettings> =
+            (0..config.limits.len()).map(|limit| limit_settings(config, limit, local)).collect();
+        let sets: Vec<_> = limits.iter().map(|limit| Arc::clone(&limit.set)).collect();
+        let planned = |route: &Route| {
             let limits = || route.limits.iter().copied();
-            RoutePlan {
-                name: Arc::clone(&route.name),
-                wants: limits()
-                    .map(|limit| Want { set: Arc::clone(&specs[limit]), weight: 1 })
-                    .collect(),
+            Planned {
+                plan: Plan::new(config, &sets, route),
                 meters: limits().map(|limit| metrics.limit(limit).clone()).collect(),
                 max_hold: limits().filter_map(|limit| config.limits[limit].max_hold).min(),
             }
         };
+        let mut plans: Vec<Planned> = config.routes.iter().map(planned).collect();
+        let mut fallbacks = Vec::new();
+        for route in &config.routes {
+            let mut place = |step: &Step| {
+                let Step::Upstream { upstream, .. } = step else { return None };
+                let limits = config.upstreams[*upstream].limits.clone();
+                let rates = Vec::new();
+                plans.push(planned(&Route { upstream: *upstream, limits, rates, ..route.clone() }));
+                Some(plans.len() - 1)
+            };
+            fallbacks.push(route.on_full.iter().map(&mut place).collect());
+        }
         Arc::new(Self {
-            routes: config.routes.iter().map(plan).collect(),
+            plans,
+            fallbacks,
             leases: Leases::start(Arc::clone(&store), settings(config, limits, local)),
-            limits: specs,
+            limits: sets,
+            statuses: config.limits.iter().map(|limit| limit.status).collect(),
             store,
             metrics,
         })
@@ -101,32 +116,54 @@ impl Admission {
     /// Dropping the future gives back whatever was taken and leaves every queue.
     ///
     /// # Errors
-    /// A [`Refusal`] when a limit, the store or this process won't take the request.
-    pub async fn admit(&self, route: usize) -> Result<Permit, Refusal> {
-        let plan = &self.routes[route];
+    /// A [`Refusal`] when a rate, a limit, the store or this process won't take the request.
+    pub async fn admit(&self, route: usize, arrival: &Arrival<'_>) -> Result<Permit, Refusal> {
+        self.follow(&self.plans[route], arrival).await
+    }
+
+    /// The same for an upstream that a route falls back on, under that upstream's own limits.
+    ///
+    /// # Errors
+    /// A [`Refusal`], as for the route.
+    ///
+    /// # Panics
+    /// If that step of the route isn't an upstream.
+    pub async fn admit_instead(
+        &self,
+        route: usize,
+        step: usize,
+        arrival: &Arrival<'_>,
+    ) -> Result<Permit, Refusal> {
+        let plan = self.fallbacks[route][step].expect("the step is an upstream");
+        self.follow(&self.plans[plan], arrival).await
+    }
+
+    async fn follow(&self, planned: &Planned, arrival: &Arrival<'_>) -> Result<Permit, Refusal> {
+        let Planned { plan, meters, max_hold } = planned;
         let (id, asked) = (Uuid::now_v7(), Instant::now());
-        if plan.wants.is_empty() {
+        if plan.is_empty() {
             return Ok(Permit { id, held: None, taken: asked, max_hold: None });
         }
-        let ask = Ask {
-            id,
-            wants: Arc::clone(&plan.wants),
-            rates: Arc::from([]),
-            class: 0,
-            route: Arc::clone(&plan.name),
-        };
-        match self.leases.acquire(ask, None).await {
+        let ask = plan.ask(id, arrival);
+        let class = ask.class;
+        match self.leases.acquire(ask, plan.deadline(arrival, asked)).await {
             Ok(lease) => {
                 let taken = lease.taken();
-                plan.meters.iter().for_each(|meter| meter.granted(taken - asked));
-                let held = Some(Held { _lease: lease, meters: Arc::clone(&plan.meters) });
-                Ok(Permit { id, held, taken, max_hold: plan.max_hold })
+                if let Some(would) = lease.shadow() {
+                    let reason = reason_of(would.why);
+                    self.metrics.shadowed(would.limit, would.rate, class, reason);
+                }
+                meters.iter().for_each(|meter| meter.granted(taken - asked));
+                let held = Some(Held { _lease: lease, meters: Arc::clone(meters) });
+                Ok(Permit { id, held, taken, max_hold: *max_hold })
             }
             Err(refused) => {
-                plan.meters.iter().for_each(LimitMetrics::refused);
-                let refusal = Refusal::from(refused);
-                self.metrics.shed(refusal.limit, refusal.reason);
-                Err(refusal)
+                meters.iter().for_each(LimitMetrics::refused);
+                let reason = reason_of(refused.why);
+                self.metrics.shed(refused.limit, refused.rate, class, reason);
+                let status = refused.limit.map(|limit| self.statuses[limit]);
+                let status = status.filter(|_| reason.is_of_a_limit());
+                Err(Refusal { reason, status, expected_wait: refused.expected_wait })
             }
         }
     }
@@ -156,6 +193,18 @@ impl Admission {
     /// # Errors
     /// See [`StoreError`].
     pub async fn status(&self, limit: usize) -> Result<SetStatus, StoreError> {
+        if self.limits[limit].keyed {
+            // One set for each value: what this instance knows of those that it uses.
+            let seen = self.outlook().sets[limit].clone();
+            let waiting = vec![(0, 0); self.limits[limit].classes.len() - 1];
+            let waiting = [vec![(seen.waiting, 0)], waiting].concat();
+            return Ok(SetStatus {
+                slots: seen.slots,
+                used: seen.used,
+                waiting,
+                ..SetStatus::default()
+            });
+        }
         self.store.status(&self.limits[limit]).await
     }
 
@@ -165,10 +214,14 @@ impl Admission {
     /// See [`StoreError`].
     pub async fn set_slots(
         &self,
-        _limit: usize,
-        _slots: Option<u32>,
+        limit: usize,
+        slots: Option<u32>,
     ) -> Result<SetStatus, StoreError> {
-        Err(StoreError::Unavailable("not yet".into()))
+        if !self.leases.set_slots(limit, slots).await {
+            let text = "the order may not have reached the store";
+            return Err(StoreError::Unavailable(text.to_owned()));
+        }
+        self.status(limit).await
     }
 }
 
@@ -197,20 +250,17 @@ impl Drop for Permit {
     }
 }
 
-impl From<Refused> for Refusal {
-    fn from(refused: Refused) -> Self {
-        let reason = match refused.why {
-            Why::Full => Reason::QueueFull,
-            Why::QueueTimeout => Reason::QueueTimeout,
-            Why::Recovering => Reason::Recovering,
-            Why::TooHeavy => Reason::TooHeavy,
-            Why::StoreDown => Reason::StoreDown,
-            Why::Draining => Reason::Draining,
-            Why::Displaced => Reason::QueueFull,
-            Why::Deadline => Reason::QueueTimeout,
-            Why::RateLimited => Reason::QueueFull,
-        };
-        Self { reason, limit: refused.limit, expected_wait: refused.expected_wait }
+fn reason_of(why: Why) -> Reason {
+    match why {
+        Why::Full => Reason::QueueFull,
+        Why::Displaced => Reason::Displaced,
+        Why::QueueTimeout => Reason::QueueTimeout,
+        Why::Deadline => Reason::Deadline,
+        Why::Recovering => Reason::Recovering,
+        Why::TooHeavy => Reason::TooHeavy,
+        Why::RateLimited => Reason::RateLimited,
+        Why::StoreDown => Reason::StoreDown,
+        Why::Draining => Reason::Draining,
     }
 }
 
@@ -220,14 +270,16 @@ fn heartbeat_of(lease: Duration) -> Duration {
     Duration::from_secs(1).min(lease / 4)
 }
 
-fn limit_settings(index: usize, limit: &Limit, op_timeout: Duration, local: bool) -> LimitSettings {
+fn limit_settings(config: &Config, index: usize, local: bool) -> LimitSettings {
+    let limit = &config.limits[index];
     let lease = if local { FOREVER } else { limit.lease };
     let recovery = match (local, limit.recovery) {
         (true, _) => Duration::ZERO,
         (false, Recovery::Fast) => Duration::from_secs(2),
-        (false, Recovery::Strict) => lease + op_timeout,
+        (false, Recovery::Strict) => lease + config.store.op_timeout,
     };
     let ms = |duration: Duration| duration.as_millis() as i64;
+    let classes = config.classes.order.iter().zip(&limit.classes);
     let set = SetSpec {
         key: Arc::clone(&limit.name),
         slots: limit.slots,
@@ -235,16 +287,24 @@ fn limit_settings(index: usize, limit: &Limit, op_timeout: Duration, local: bool
         grant_ttl: ms(Duration::from_secs(3).min(lease / 2)),
         recovery: ms(recovery),
         queue: limit.queue.size,
-        ageing: 5_000,
-        keyed: false,
-        shadow: false,
-        classes: Arc::from([ClassSpec { name: Arc::from("normal"), share: 1.0, queue: u32::MAX }]),
+        ageing: ms(config.classes.ageing).max(1),
+        keyed: limit.key.is_some(),
+        shadow: limit.mode == Mode::Shadow,
+        classes: classes
+            .clone()
+            .map(|(name, policy)| ClassSpec {
+                name: Arc::clone(name),
+                share: policy.share,
+                queue: policy.queue.unwrap_or(u32::MAX),
+            })
+            .collect(),
         limit: index,
     };
+    let timeout = limit.queue.timeout;
     LimitSettings {
         set: Arc::new(set),
         renew: lease / 3,
-        queue_timeouts: vec![limit.queue.timeout],
+        queue_timeouts: classes.map(|(_, policy)| policy.timeout.unwrap_or(timeout)).collect(),
     }
 }
 

@@ -157,7 +157,6 @@ fn step(step: &Step, config: &Config) -> String {
             let upstream = &config.upstreams[*upstream].name;
             format!("upstream {upstream} {credentials} the client's credentials")
         }
-        Step::Stale(age) => format!("a copy up to {} old", short(*age)),
         Step::Respond { status, content_type, .. } => {
             format!("respond {} {}", status.as_u16(), content_type.to_str().unwrap_or("-"))
         }
@@ -401,7 +400,6 @@ limits:
         deadline_header = "request-timeout"
         on_full = [
             { upstream = "cheap", forward_credentials = true },
-            { stale = "10m" },
             { respond = 200, body = "{}", content_type = "application/json" },
         ]
         [[routes]]
@@ -422,7 +420,7 @@ routes, in the order they match:
     class by header x-priority, else normal, weight one for each 1 MiB of body, at most 2, dialect openai
     rates: per-tenant, all
     the client's deadline: header request-timeout
-    when full: upstream cheap with the client's credentials, then a copy up to 10m old, then respond 200 application/json
+    when full: upstream cheap with the client's credentials, then respond 200 application/json
 ";
         assert!(report.starts_with(expected), "{report}");
         let blocks = [

@@ -32,6 +32,10 @@ pub struct Metrics {
     limits: Vec<LimitMetrics>,
     routes: Vec<RouteMetrics>,
     shed: Family<ShedLabels, Counter>,
+    shadow: Family<ShedLabels, Counter>,
+    degraded: Family<DegradedLabels, Counter>,
+    classes: Vec<Arc<str>>,
+    rates: Vec<Arc<str>>,
     store_up: Gauge,
     recovery: Gauge,
 }
@@ -73,8 +77,14 @@ struct AcquireLabels {
 #[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
 struct ShedLabels {
     limit: String,
-    class: &'static str,
+    class: String,
     reason: &'static str,
+}
+
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+struct DegradedLabels {
+    route: String,
+    step: &'static str,
 }
 
 #[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
@@ -115,7 +125,29 @@ impl Metrics {
             "1 while nobody is admitted because the store's memory may be incomplete",
             recovery.clone(),
         );
-        Arc::new(Self { registry, limits, routes, shed, store_up, recovery })
+        let (shadow, degraded) = (Family::default(), Family::default());
+        registry.register(
+            "shadow",
+            "Requests that a limit or rate in shadow mode would have refused",
+            shadow.clone(),
+        );
+        registry.register(
+            "degraded",
+            "Requests answered by a step of their route's ladder",
+            degraded.clone(),
+        );
+        Arc::new(Self {
+            registry,
+            limits,
+            routes,
+            shed,
+            shadow,
+            degraded,
+            store_up,
+            recovery,
+            classes: config.classes.order.clone(),
+            rates: config.rates.iter().map(|rate| Arc::clone(&rate.name)).collect(),
+        })
     }
 
     /// The handles of a limit.
@@ -129,10 +161,39 @@ impl Metrics {
     }
 
     /// Counts a refusal.
-    pub fn shed(&self, limit: Option<usize>, reason: Reason) {
-        let name = limit.map_or("", |limit| &self.limits[limit].name);
-        let labels = ShedLabels { limit: name.into(), class: "normal", reason: reason.as_str() };
-        self.shed.get_or_create(&labels).inc();
+    pub fn shed(&self, limit: Option<usize>, rate: Option<usize>, class: usize, reason: Reason) {
+        self.shed.get_or_create(&self.shed_labels(limit, rate, class, reason)).inc();
+    }
+
+    /// Counts what a limit or a rate in shadow mode would have refused.
+    pub fn shadowed(
+        &self,
+        limit: Option<usize>,
+        rate: Option<usize>,
+        class: usize,
+        reason: Reason,
+    ) {
+        self.shadow.get_or_create(&self.shed_labels(limit, rate, class, reason)).inc();
+    }
+
+    /// Counts an answer that a step of a route's ladder gave.
+    pub fn degraded(&self, route: usize, step: &'static str) {
+        let labels = DegradedLabels { route: self.routes[route].name.to_string(), step };
+        self.degraded.get_or_create(&labels).inc();
+    }
+
+    /// A rate stands where its limit would.
+    fn shed_labels(
+        &self,
+        limit: Option<usize>,
+        rate: Option<usize>,
+        class: usize,
+        reason: Reason,
+    ) -> ShedLabels {
+        let rate = rate.map(|rate| self.rates[rate].to_string());
+        let limit = limit.map(|limit| self.limits[limit].name.to_string());
+        let class = self.classes.get(class).map(|class| class.to_string()).unwrap_or_default();
+        ShedLabels { limit: limit.or(rate).unwrap_or_default(), class, reason: reason.as_str() }
     }
 
     /// The exposition, in OpenMetrics text.

@@ -4,7 +4,7 @@ use std::{sync::Arc, time::Duration};
 
 use bytes::Bytes;
 use http::{
-    HeaderValue, Method, Request, Response, StatusCode, Version,
+    HeaderName, HeaderValue, Method, Request, Response, StatusCode, Version,
     header::{CONTENT_LENGTH, EXPECT, HOST, TRANSFER_ENCODING},
     request::Parts,
 };
@@ -14,9 +14,10 @@ use tokio::{runtime::Handle, time::Instant};
 use uuid::Uuid;
 
 use crate::{
-    admission::{Admission, Permit},
+    admission::{Admission, Arrival, Permit},
     client,
-    config::Config,
+    config::{ClassRule, Config, Dialect, Route, WeightRule},
+    degrade::{self, Rung},
     exchange::{Failure, Held, Owner},
     gauge::{Gauge, Share},
     headers::{self, Way},
@@ -48,7 +49,7 @@ const METHODS: HeaderValue =
 #[derive(Debug)]
 pub struct Proxy {
     routes: Routes,
-    /// The upstream of each route.
+    rules: Vec<Rules>,
     upstreams: Vec<Arc<Upstream>>,
     admission: Arc<Admission>,
     metrics: Arc<Metrics>,
@@ -57,6 +58,67 @@ pub struct Proxy {
     small_bodies: Arc<Gauge>,
     registry: Arc<Registry>,
     runtime: Handle,
+}
+
+/// How one route's requests are treated.
+#[derive(Debug)]
+struct Rules {
+    upstream: usize,
+    dialect: Dialect,
+    on_full: Vec<Rung>,
+    /// Headers that decide about admission, and count from trusted hops only.
+    trusted_only: Vec<HeaderName>,
+    /// Headers in which the upstream is told the holder.
+    holder_headers: Vec<HeaderName>,
+}
+
+/// Where an admitted request goes, and what of it.
+struct Target<'a> {
+    upstream: usize,
+    keeps_credentials: bool,
+    mark: Option<&'a HeaderValue>,
+    trusted_only: &'a [HeaderName],
+    holder_headers: &'a [HeaderName],
+}
+
+/// What a step of the ladder comes to.
+enum Instead<'a> {
+    Upstream(Permit, Target<'a>),
+    Answer(Response<ResponseBody>),
+}
+
+impl Rules {
+    fn of(config: &Config, route: &Route) -> Self {
+        let class = match &route.class {
+            ClassRule::Header { name, .. } => Some(name.clone()),
+            ClassRule::Fixed(_) | ClassRule::ByKey { .. } => None,
+        };
+        let weight = match &route.weight {
+            WeightRule::Header { name, .. } => Some(name.clone()),
+            WeightRule::Fixed(_) | WeightRule::Bytes { .. } => None,
+        };
+        let holders =
+            route.limits.iter().filter_map(|&limit| config.limits[limit].holder_header.clone());
+        Self {
+            upstream: route.upstream,
+            dialect: route.dialect,
+            on_full: route.on_full.iter().map(|step| Rung::of(config, step)).collect(),
+            trusted_only: class.into_iter().chain(weight).collect(),
+            holder_headers: holders.collect(),
+        }
+    }
+}
+
+impl<'a> Target<'a> {
+    fn of(rules: &'a Rules) -> Self {
+        Self {
+            upstream: rules.upstream,
+            keeps_credentials: true,
+            mark: None,
+            trusted_only: &rules.trusted_only,
+            holder_headers: &rules.holder_headers,
+        }
+    }
 }
 
 /// What is told of a request once it is answered.
@@ -77,11 +139,11 @@ impl Proxy {
     pub fn new(config: &Config, admission: Arc<Admission>, metrics: Arc<Metrics>) -> Arc<Self> {
         let upstreams: Vec<_> =
             config.upstreams.iter().map(|upstream| Arc::new(Upstream::new(upstream))).collect();
-        let of_route = |route: &crate::config::Route| Arc::clone(&upstreams[route.upstream]);
         let runtime = Handle::current();
         Arc::new(Self {
             routes: Routes::new(&config.routes),
-            upstreams: config.routes.iter().map(of_route).collect(),
+            rules: config.routes.iter().map(|route| Rules::of(config, route)).collect(),
+            upstreams,
             admission,
             metrics,
             trusted: config.server.trusted_proxies.clone(),
@@ -111,7 +173,9 @@ impl Proxy {
             Err(Objection::Connect) => Err(Reply::method_not_allowed(METHODS)),
             Err(Objection::Bad) => Err(Reason::BadRequest.into()),
         };
-        let response = answer.unwrap_or_else(|reply| reply.respond(is_head, notes.queued));
+        let dialect = notes.route.map(|route| self.rules[route].dialect).unwrap_or_default();
+        let response =
+            answer.unwrap_or_else(|reply| reply.spoken(dialect).respond(is_head, notes.queued));
         if let Some(route) = notes.route {
             self.metrics.route(route).answered(response.status(), began.elapsed());
         }
@@ -129,9 +193,88 @@ impl Proxy {
         notes.route = Some(route);
         let seat = self.seats.take(1).ok_or(Reason::ProcessFull)?;
         let (body, _small) = self.read_if_small(&parts, body).await?;
-        let permit = self.admit(route, notes).await?;
-        let call = self.prepare(route, parts, body, conn)?;
-        self.forward(call, Held { permit, _seat: seat }, notes.queued).await
+        let admitted = self.admit(route, &parts, conn, notes).await;
+        let (permit, target) = match admitted {
+            Ok(permit) => (permit, Target::of(&self.rules[route])),
+            Err(reply) => match self.degrade(route, reply, &parts, conn).await? {
+                Instead::Upstream(permit, target) => (permit, target),
+                Instead::Answer(response) => return Ok(response),
+            },
+        };
+        let mark = target.mark.cloned();
+        let call = self.prepare(target, parts, body, conn, &permit)?;
+        let held = Held { permit, _seat: seat };
+        let mut response = self.forward(call, held, notes.queued).await?;
+        if let Some(mark) = mark {
+            degrade::mark(&mut response, mark);
+        }
+        Ok(response)
+    }
+
+    /// Takes the steps of the route's ladder in order; refused if none helps.
+    async fn degrade(
+        &self,
+        route: usize,
+        reply: Reply,
+        parts: &Parts,
+        conn: &ClientConn,
+    ) -> Result<Instead<'_>, Reply> {
+        if !reply.reason().can_degrade() {
+            return Err(reply);
+        }
+        for (step, rung) in self.rules[route].on_full.iter().enumerate() {
+            match rung {
+                Rung::Upstream { upstream, forward_credentials, mark } => {
+                    let arrival = self.arrival(parts, conn);
+                    let admitted = self.admission.admit_instead(route, step, &arrival).await;
+                    if let Ok(permit) = admitted {
+                        self.metrics.degraded(route, rung.label());
+                        let rules = &self.rules[route];
+                        return Ok(Instead::Upstream(
+                            permit,
+                            Target {
+                                upstream: *upstream,
+                                keeps_credentials: *forward_credentials,
+                                mark: Some(mark),
+                                holder_headers: &[],
+                                ..Target::of(rules)
+                            },
+                        ));
+                    }
+                }
+                Rung::Respond { status, body, content_type } => {
+                    self.metrics.degraded(route, rung.label());
+                    let body =
+                        if parts.method == Method::HEAD { Bytes::new() } else { body.clone() };
+                    return Ok(Instead::Answer(degrade::respond(
+                        reply.reason(),
+                        *status,
+                        body,
+                        content_type.clone(),
+                    )));
+                }
+            }
+        }
+        Err(reply)
+    }
+
+    /// What of a request decides about its admission.
+    fn arrival<'a>(&self, parts: &'a Parts, conn: &ClientConn) -> Arrival<'a> {
+        let peer = conn.peer.ip();
+        let trusted = client::is_trusted(peer, &self.trusted);
+        let client = match trusted {
+            true => client::address(peer, &parts.headers, &self.trusted),
+            false => peer.to_canonical(),
+        };
+        Arrival {
+            headers: &parts.headers,
+            client,
+            trusted,
+            body: match target::content_length(&parts.headers) {
+                None if !parts.headers.contains_key(TRANSFER_ENCODING) => Some(0),
+                length => length,
+            },
+        }
     }
 
     fn find_route(&self, parts: &Parts) -> Result<usize, Reply> {
@@ -166,9 +309,15 @@ impl Proxy {
         Ok((Outgoing::Stream(body, Arc::new(Upload::default())), None))
     }
 
-    async fn admit(&self, route: usize, notes: &mut Notes) -> Result<Permit, Reply> {
+    async fn admit(
+        &self,
+        route: usize,
+        parts: &Parts,
+        conn: &ClientConn,
+        notes: &mut Notes,
+    ) -> Result<Permit, Reply> {
         let asked = Instant::now();
-        let admitted = self.admission.admit(route).await;
+        let admitted = self.admission.admit(route, &self.arrival(parts, conn)).await;
         notes.queued = match &admitted {
             Ok(permit) => permit.taken() - asked,
             Err(_) => asked.elapsed(),
@@ -178,12 +327,13 @@ impl Proxy {
 
     fn prepare(
         &self,
-        route: usize,
+        target: Target<'_>,
         mut parts: Parts,
         body: Outgoing,
         conn: &ClientConn,
+        permit: &Permit,
     ) -> Result<Call, Reply> {
-        let upstream = Arc::clone(&self.upstreams[route]);
+        let upstream = Arc::clone(&self.upstreams[target.upstream]);
         let peer = conn.peer.ip();
         let trusted = client::is_trusted(peer, &self.trusted);
         let way = Way {
@@ -192,6 +342,16 @@ impl Proxy {
             trusted,
         };
         headers::to_upstream(&mut parts.headers, &way);
+        if !trusted {
+            target.trusted_only.iter().for_each(|name| drop(parts.headers.remove(name)));
+        }
+        if !target.keeps_credentials {
+            degrade::remove_credentials(&mut parts.headers);
+        }
+        for name in target.holder_headers {
+            let holder = HeaderValue::try_from(permit.holder().to_string());
+            parts.headers.insert(name, holder.expect("hex digits and hyphens"));
+        }
         if let Some(host) = &upstream.host {
             parts.headers.insert(HOST, host.clone());
         }
@@ -199,8 +359,8 @@ impl Proxy {
         if matches!(body, Outgoing::Stream(..)) && !parts.headers.contains_key(CONTENT_LENGTH) {
             parts.headers.insert(TRANSFER_ENCODING, HeaderValue::from_static("chunked"));
         }
-        let target = upstream.target(target::path_and_query(&parts.uri));
-        parts.uri = target.map_err(|_| Reason::BadRequest)?;
+        let uri = upstream.target(target::path_and_query(&parts.uri));
+        parts.uri = uri.map_err(|_| Reason::BadRequest)?;
         parts.version = Version::HTTP_11;
         parts.extensions.clear();
         Ok(Call { upstream, request: Request::from_parts(parts, body) })

@@ -7,6 +7,12 @@ use http::StatusCode;
 pub enum Reason {
     /// No slot was free and the queue had no room.
     QueueFull,
+    /// The request waited, and had to go for one of a higher class.
+    Displaced,
+    /// The request would not have been served before its deadline.
+    Deadline,
+    /// A rate's window is full.
+    RateLimited,
     /// The request waited as long as its queue lets a request wait.
     QueueTimeout,
     /// The store admits nobody yet, since its memory may be incomplete, and the request can't wait.
@@ -41,16 +47,19 @@ pub enum Reason {
 
 impl Reason {
     /// Every reason, in the order of the documentation.
-    pub const ALL: [Reason; 16] = [
+    pub const ALL: [Reason; 19] = [
         Reason::Draining,
         Reason::ProcessFull,
         Reason::BadRequest,
         Reason::NoRoute,
         Reason::MethodNotAllowed,
         Reason::TooHeavy,
+        Reason::RateLimited,
         Reason::StoreDown,
         Reason::Recovering,
         Reason::QueueFull,
+        Reason::Displaced,
+        Reason::Deadline,
         Reason::QueueTimeout,
         Reason::ClientTimeout,
         Reason::UpstreamConnect,
@@ -64,6 +73,9 @@ impl Reason {
     pub const fn as_str(self) -> &'static str {
         match self {
             Reason::QueueFull => "queue_full",
+            Reason::Displaced => "displaced",
+            Reason::Deadline => "deadline",
+            Reason::RateLimited => "rate_limited",
             Reason::QueueTimeout => "queue_timeout",
             Reason::Recovering => "recovering",
             Reason::StoreDown => "store_down",
@@ -87,6 +99,17 @@ impl Reason {
         match self {
             Reason::QueueFull => {
                 (StatusCode::SERVICE_UNAVAILABLE, "every slot is taken and the queue is full")
+            }
+            Reason::Displaced => (
+                StatusCode::SERVICE_UNAVAILABLE,
+                "the queue is full, and a request of a higher class came",
+            ),
+            Reason::Deadline => (
+                StatusCode::SERVICE_UNAVAILABLE,
+                "no slot would have become free before the deadline",
+            ),
+            Reason::RateLimited => {
+                (StatusCode::TOO_MANY_REQUESTS, "too many requests in this time")
             }
             Reason::QueueTimeout => {
                 (StatusCode::SERVICE_UNAVAILABLE, "no slot became free in time")
@@ -131,5 +154,22 @@ impl Reason {
             ),
             Reason::Internal => (StatusCode::INTERNAL_SERVER_ERROR, "an error inside the proxy"),
         }
+    }
+
+    /// Whether a limit says this, which may have a status of its own for it.
+    pub const fn is_of_a_limit(self) -> bool {
+        matches!(
+            self,
+            Reason::QueueFull
+                | Reason::Displaced
+                | Reason::Deadline
+                | Reason::QueueTimeout
+                | Reason::Recovering
+        )
+    }
+
+    /// Whether a route's ladder is tried before this is said.
+    pub const fn can_degrade(self) -> bool {
+        self.is_of_a_limit() || matches!(self, Reason::StoreDown)
     }
 }

@@ -8,7 +8,10 @@ use http::{
     header::{ALLOW, CONTENT_TYPE, RETRY_AFTER},
 };
 
-use crate::{admission::Refusal, body::ResponseBody, headers, reason::Reason, server::Refused};
+use crate::{
+    admission::Refusal, body::ResponseBody, config::Dialect, headers, reason::Reason,
+    server::Refused,
+};
 
 const TIDEGATE_REASON: HeaderName = HeaderName::from_static("tidegate-reason");
 const RETRY_AFTER_MS: HeaderName = HeaderName::from_static("retry-after-ms");
@@ -23,6 +26,8 @@ const LONGEST_WAIT: Duration = Duration::from_secs(20);
 #[derive(Debug)]
 pub(crate) struct Reply {
     reason: Reason,
+    status: Option<StatusCode>,
+    dialect: Dialect,
     expected_wait: Option<Duration>,
     allow: Option<HeaderValue>,
     upstream: Option<Duration>,
@@ -32,6 +37,8 @@ pub(crate) struct Reply {
 enum Advice {
     /// Come back, but not all at once.
     Later,
+    /// Come back when exactly: each key has a time of its own, so there is no crowd.
+    At,
     /// The same request will fail the same way.
     Never,
     /// It depends on the upstream.
@@ -43,6 +50,17 @@ impl Reply {
         Self { allow: Some(allow), ..Reason::MethodNotAllowed.into() }
     }
 
+    /// What is answered.
+    pub(crate) fn reason(&self) -> Reason {
+        self.reason
+    }
+
+    /// In which form.
+    pub(crate) fn spoken(mut self, dialect: Dialect) -> Self {
+        self.dialect = dialect;
+        self
+    }
+
     /// How long the upstream was tried.
     pub(crate) fn after(mut self, upstream: Duration) -> Self {
         self.upstream = Some(upstream);
@@ -51,18 +69,24 @@ impl Reply {
 
     /// The answer, without its body for `HEAD`.
     pub(crate) fn respond(self, is_head: bool, queue: Duration) -> Response<ResponseBody> {
-        let (status, detail) = self.reason.answer();
-        let body = problem(self.reason, status, detail);
+        let (usual, detail) = self.reason.answer();
+        let status = self.status.unwrap_or(usual);
+        let (content_type, body) = speak(self.dialect, self.reason, status, detail);
         let mut response =
             Response::new(ResponseBody::whole(if is_head { Bytes::new() } else { body }));
         *response.status_mut() = status;
         response.extensions_mut().insert(Refused);
         let head = response.headers_mut();
         head.insert(TIDEGATE_REASON, HeaderValue::from_static(self.reason.as_str()));
-        head.insert(CONTENT_TYPE, HeaderValue::from_static("application/problem+json"));
+        head.insert(CONTENT_TYPE, HeaderValue::from_static(content_type));
         match advice(self.reason) {
             Advice::Later => {
                 let wait_ms = draw(self.expected_wait);
+                head.insert(RETRY_AFTER_MS, wait_ms.into());
+                head.insert(RETRY_AFTER, wait_ms.div_ceil(1000).into());
+            }
+            Advice::At => {
+                let wait_ms = self.expected_wait.map_or(1_000, whole_ms).max(1);
                 head.insert(RETRY_AFTER_MS, wait_ms.into());
                 head.insert(RETRY_AFTER, wait_ms.div_ceil(1000).into());
             }
@@ -81,13 +105,24 @@ impl Reply {
 
 impl From<Reason> for Reply {
     fn from(reason: Reason) -> Self {
-        Self { reason, expected_wait: None, allow: None, upstream: None }
+        Self {
+            reason,
+            status: None,
+            dialect: Dialect::Problem,
+            expected_wait: None,
+            allow: None,
+            upstream: None,
+        }
     }
 }
 
 impl From<Refusal> for Reply {
     fn from(refusal: Refusal) -> Self {
-        Self { expected_wait: refusal.expected_wait, ..refusal.reason.into() }
+        Self {
+            expected_wait: refusal.expected_wait,
+            status: refusal.status,
+            ..refusal.reason.into()
+        }
     }
 }
 
@@ -100,9 +135,28 @@ pub(crate) fn options() -> Response<ResponseBody> {
     response
 }
 
+/// An answer that the operator wrote, given for this reason.
+pub(crate) fn fixed(
+    reason: Reason,
+    status: StatusCode,
+    body: Bytes,
+    content_type: HeaderValue,
+) -> Response<ResponseBody> {
+    let mut response = Response::new(ResponseBody::whole(body));
+    *response.status_mut() = status;
+    response.extensions_mut().insert(Refused);
+    let head = response.headers_mut();
+    head.insert(TIDEGATE_REASON, HeaderValue::from_static(reason.as_str()));
+    head.insert(CONTENT_TYPE, content_type);
+    response
+}
+
 fn advice(reason: Reason) -> Advice {
     match reason {
+        Reason::RateLimited => Advice::At,
         Reason::QueueFull
+        | Reason::Displaced
+        | Reason::Deadline
         | Reason::QueueTimeout
         | Reason::Recovering
         | Reason::StoreDown
@@ -124,8 +178,51 @@ fn advice(reason: Reason) -> Advice {
 /// A wait in milliseconds, drawn for each answer: a crowd sent away together must not come back together.
 fn draw(expected: Option<Duration>) -> u64 {
     let base = expected.unwrap_or(UNMEASURED_WAIT).clamp(SHORTEST_WAIT, LONGEST_WAIT);
-    let base_ms = u64::try_from(base.as_millis()).expect("clamped");
+    let base_ms = whole_ms(base);
     fastrand::u64(base_ms..=base_ms * 3 / 2)
+}
+
+fn whole_ms(wait: Duration) -> u64 {
+    u64::try_from(wait.as_millis()).unwrap_or(u64::MAX)
+}
+
+/// The body in a dialect, and its type.
+fn speak(
+    dialect: Dialect,
+    reason: Reason,
+    status: StatusCode,
+    detail: &str,
+) -> (&'static str, Bytes) {
+    let word = reason.as_str();
+    match dialect {
+        Dialect::Problem => ("application/problem+json", problem(reason, status, detail)),
+        Dialect::OpenAi => {
+            let kind = match status.as_u16() {
+                429 => "rate_limit_error",
+                500.. => "service_unavailable_error",
+                _ => "invalid_request_error",
+            };
+            let text = format!(
+                r#"{{"error":{{"message":"{detail}","type":"{kind}","param":null,"code":"{word}"}}}}"#
+            );
+            ("application/json", Bytes::from(text))
+        }
+        Dialect::Anthropic => {
+            let kind = match status.as_u16() {
+                429 => "rate_limit_error",
+                404 => "not_found_error",
+                413 => "request_too_large",
+                400..500 => "invalid_request_error",
+                503 | 529 => "overloaded_error",
+                _ => "api_error",
+            };
+            let text = format!(
+                r#"{{"type":"error","error":{{"type":"{kind}","message":"{detail} ({word})"}}}}"#
+            );
+            ("application/json", Bytes::from(text))
+        }
+        Dialect::Text => ("text/plain; charset=utf-8", Bytes::from(format!("{word}: {detail}\n"))),
+    }
 }
 
 /// RFC 9457. None of the texts needs escaping.
@@ -163,9 +260,37 @@ mod tests {
             assert_eq!(response.headers()["tidegate-reason"], reason.as_str());
             assert!(response.extensions().get::<Refused>().is_some());
             let never = response.headers().get("x-should-retry").is_some();
-            assert_eq!(never, status.is_client_error(), "{reason:?}");
+            let comes_back = reason == Reason::RateLimited;
+            assert_eq!(never, status.is_client_error() && !comes_back, "{reason:?}");
             assert!(!never || !response.headers().contains_key("retry-after"));
         }
+    }
+
+    #[test]
+    fn every_dialect_is_well_formed() {
+        for reason in Reason::ALL {
+            let (status, detail) = reason.answer();
+            for dialect in [Dialect::OpenAi, Dialect::Anthropic] {
+                let (kind, body) = speak(dialect, reason, status, detail);
+                assert_eq!(kind, "application/json");
+                let body: serde_json::Value = serde_json::from_slice(&body).unwrap();
+                assert!(body["error"]["message"].as_str().unwrap().contains(detail));
+                assert!(body["error"]["type"].is_string());
+            }
+            let (_, text) = speak(Dialect::Text, reason, status, detail);
+            assert_eq!(text, format!("{}: {detail}\n", reason.as_str()));
+        }
+    }
+
+    #[test]
+    fn a_rate_says_exactly_when_to_come_back() {
+        let mut reply = Reply::from(Reason::RateLimited);
+        reply.expected_wait = Some(Duration::from_millis(2_345));
+        let response = reply.respond(false, Duration::ZERO);
+        assert_eq!(
+            (number(&response, "retry-after-ms"), number(&response, "retry-after")),
+            (2_345, 3)
+        );
     }
 
     #[test]
@@ -177,7 +302,7 @@ mod tests {
             for _ in 0..200 {
                 let refusal = Refusal {
                     reason: Reason::QueueFull,
-                    limit: None,
+                    status: None,
                     expected_wait: expected.map(Duration::from_millis),
                 };
                 let response = Reply::from(refusal).respond(false, Duration::ZERO);

@@ -176,8 +176,6 @@ pub enum Step {
         /// Whether the client's credentials go along.
         forward_credentials: bool,
     },
-    /// Answers with a stored copy that is at most this old.
-    Stale(Duration),
     /// Answers with a fixed text.
     Respond {
         /// Of the answer.

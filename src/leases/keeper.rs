@@ -630,7 +630,9 @@ impl Keeper {
     pub(super) fn give_up_after(&mut self, failures: u32) {
         if failures >= FAILURES_TO_GIVE_UP && !self.down {
             self.down = true;
-            tracing::warn!("the store doesn't answer: new requests are refused, running ones go on");
+            tracing::warn!(
+                "the store doesn't answer: new requests are refused, running ones go on"
+            );
         }
     }
 

@@ -7,6 +7,7 @@
 mod client_gone;
 mod config_errors;
 mod crash;
+mod fairness;
 mod global_limit;
 mod harness;
 mod hazards;

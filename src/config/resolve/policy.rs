@@ -185,15 +185,12 @@ pub(super) fn step(table: &Spanned<FileStep>, upstreams: &Names) -> Found<Step> 
     let credentials = file.forward_credentials.as_ref();
     let body =
         [file.body.as_ref().map(Spanned::span), file.content_type.as_ref().map(Spanned::span)];
-    let step = match (&file.upstream, &file.stale, &file.respond) {
-        (Some(upstream), None, None) => Step::Upstream {
+    let step = match (&file.upstream, &file.respond) {
+        (Some(upstream), None) => Step::Upstream {
             upstream: reference(upstream, upstreams, "upstream")?,
             forward_credentials: credentials.is_some_and(|forward| *forward.get_ref()),
         },
-        (None, Some(stale), None) => {
-            Step::Stale(rules::positive(stale.get_ref().0).at(stale.span())?)
-        }
-        (None, None, Some(_)) => Step::Respond {
+        (None, Some(_)) => Step::Respond {
             status: or(&file.respond, 200, rules::answer_status)?,
             body: text(&file.body, "").to_owned(),
             content_type: or_text(
@@ -203,7 +200,7 @@ pub(super) fn step(table: &Spanned<FileStep>, upstreams: &Names) -> Found<Step> 
             )?,
         },
         _ => {
-            let rule = "must hold one of `upstream`, `stale` and `respond`";
+            let rule = "must hold one of `upstream` and `respond`";
             return Err(Problem::new(table.span(), rule));
         }
     };

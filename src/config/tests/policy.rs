@@ -148,10 +148,10 @@ const BAD_HEADS: &[(&str, &str)] = &[
     ),
     (
         "[[routes]]\nupstream = \"app\"\non_full = [{}]",
-        "3:12: routes[0].on_full[0]: must hold one of `upstream`, `stale` and `respond`",
+        "3:12: routes[0].on_full[0]: must hold one of `upstream` and `respond`",
     ),
     (
-        "[[routes]]\nupstream = \"app\"\non_full = [{ stale = \"1s\", respond = 200 }]",
+        "[[routes]]\nupstream = \"app\"\non_full = [{ upstream = \"app\", respond = 200 }]",
         "3:12: routes[0].on_full[0]: must hold one of",
     ),
     (
@@ -163,16 +163,12 @@ const BAD_HEADS: &[(&str, &str)] = &[
         "3:25: routes[0].on_full[0].upstream: must not share a limit with the route, and both take `app`",
     ),
     (
-        "[[routes]]\nupstream = \"app\"\non_full = [{ stale = \"0s\" }]",
-        "3:22: routes[0].on_full[0].stale: must be at least 1ms",
+        "[[routes]]\nupstream = \"app\"\non_full = [{ stale = \"10m\" }]",
+        "3:14: routes[0].on_full[0].stale: unknown key",
     ),
     (
-        "[[routes]]\nupstream = \"app\"\non_full = [{ stale = \"1s\", forward_credentials = true }]",
-        "3:50: routes[0].on_full[0].forward_credentials: belongs to a step with `upstream`",
-    ),
-    (
-        "[[routes]]\nupstream = \"app\"\non_full = [{ stale = \"1s\", body = \"\" }]",
-        "3:35: routes[0].on_full[0].body: belongs to a step with `respond`",
+        "[[routes]]\nupstream = \"app\"\non_full = [{ respond = 200, forward_credentials = true }]",
+        "3:51: routes[0].on_full[0].forward_credentials: belongs to a step with `upstream`",
     ),
     (
         "[[routes]]\nupstream = \"app\"\non_full = [{ respond = 100 }]",
@@ -262,7 +258,6 @@ fn every_policy_is_read() {
         on_full = [
             { upstream = "cheap" },
             { upstream = "cheap", forward_credentials = true },
-            { stale = "10m" },
             { respond = 200, body = "{}", content_type = "application/json" },
             { respond = 503 },
         ]
@@ -317,7 +312,6 @@ fn every_policy_is_read() {
     let steps = [
         Step::Upstream { upstream: 1, forward_credentials: false },
         Step::Upstream { upstream: 1, forward_credentials: true },
-        Step::Stale(Duration::from_secs(600)),
         respond(StatusCode::OK, "{}", "application/json"),
         respond(StatusCode::SERVICE_UNAVAILABLE, "", "text/plain; charset=utf-8"),
     ];

@@ -65,7 +65,13 @@ impl Keeper {
         self.next_beat = now;
     }
 
-    pub(in crate::leases) fn on_acquired(&mut self, acquire: Acquire, outcome: Acquired, sent: Instant, now: Instant) {
+    pub(in crate::leases) fn on_acquired(
+        &mut self,
+        acquire: Acquire,
+        outcome: Acquired,
+        sent: Instant,
+        now: Instant,
+    ) {
         let id = acquire.ask.id;
         let Some(entry) = self.entries.get_mut(&id) else {
             // Released and acknowledged before this answer came: whatever it took goes back.
@@ -115,7 +121,13 @@ impl Keeper {
         Refused { why, limit, rate, expected_wait }
     }
 
-    pub(in crate::leases) fn hand_over(&mut self, id: Uuid, sent: Instant, now: Instant, shadow: Option<Refused>) {
+    pub(in crate::leases) fn hand_over(
+        &mut self,
+        id: Uuid,
+        sent: Instant,
+        now: Instant,
+        shadow: Option<Refused>,
+    ) {
         let Some(entry) = self.entries.get_mut(&id) else { return };
         entry.phase = Phase::Held;
         entry.held = entry.ask.wants.len();
@@ -134,7 +146,14 @@ impl Keeper {
         }
     }
 
-    pub(in crate::leases) fn keep_waiting(&mut self, id: Uuid, at: usize, queue: u32, sent: Instant, now: Instant) {
+    pub(in crate::leases) fn keep_waiting(
+        &mut self,
+        id: Uuid,
+        at: usize,
+        queue: u32,
+        sent: Instant,
+        now: Instant,
+    ) {
         let Some(entry) = self.entries.get_mut(&id) else { return };
         entry.phase = Phase::Waiting;
         entry.queued = true;
@@ -162,7 +181,12 @@ impl Keeper {
 
     /// Whether a waiter will hardly be served in the time that it has. Careful not to shed what would have been: only
     /// behind a whole round of others, on enough measurements, and if it would take twice the time.
-    pub(in crate::leases) fn is_dead_on_arrival(&self, limit: usize, queue: u32, left: Duration) -> bool {
+    pub(in crate::leases) fn is_dead_on_arrival(
+        &self,
+        limit: usize,
+        queue: u32,
+        left: Duration,
+    ) -> bool {
         let (state, ahead) = (&self.limits[limit], queue.saturating_sub(1));
         let slots = state.seen.slots.max(1);
         ahead >= slots
@@ -224,7 +248,12 @@ impl Keeper {
     }
 
     /// Remembers the sets' states; of a limit with a key, the sums over the sets that are in use here.
-    pub(in crate::leases) fn see(&mut self, heartbeat: &Heartbeat, sets: &[SetState], now: Instant) {
+    pub(in crate::leases) fn see(
+        &mut self,
+        heartbeat: &Heartbeat,
+        sets: &[SetState],
+        now: Instant,
+    ) {
         let seconds = now.duration_since(self.seen_at).as_secs_f64();
         self.seen_at = now;
         for (state, limit) in self.limits.iter_mut().zip(&self.settings.limits) {
@@ -248,7 +277,12 @@ impl Keeper {
     }
 
     /// Waiters that the store has forgotten ask again, with the time they have waited.
-    pub(in crate::leases) fn find_lost_waiters(&mut self, heartbeat: &Heartbeat, sets: &[SetState], pending: usize) {
+    pub(in crate::leases) fn find_lost_waiters(
+        &mut self,
+        heartbeat: &Heartbeat,
+        sets: &[SetState],
+        pending: usize,
+    ) {
         let mut here: FxHashMap<&str, Vec<(Instant, Uuid)>> = FxHashMap::default();
         for (&id, entry) in &self.entries {
             if entry.phase == Phase::Waiting {

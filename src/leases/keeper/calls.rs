@@ -107,7 +107,10 @@ struct Beats {
 }
 
 impl Beats {
-    pub(in crate::leases) fn of_limits(limits: &[LimitSettings], states: &mut [LimitState]) -> Self {
+    pub(in crate::leases) fn of_limits(
+        limits: &[LimitSettings],
+        states: &mut [LimitState],
+    ) -> Self {
         let mut beats =
             Self { list: Vec::with_capacity(limits.len()), places: FxHashMap::default() };
         for (limit, state) in limits.iter().zip(states) {

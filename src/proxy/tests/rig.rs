@@ -1,8 +1,13 @@
 //! A proxy with one slot between a raw client and a raw upstream, both in the hands of the test.
 
-use std::{net::SocketAddr, sync::Arc, time::Duration};
+use std::{
+    net::{Ipv4Addr, SocketAddr},
+    sync::Arc,
+    time::Duration,
+};
 
 use futures_util::FutureExt;
+use http::HeaderMap;
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
     net::{TcpListener, TcpStream},
@@ -10,7 +15,7 @@ use tokio::{
 
 use super::super::Proxy;
 use crate::{
-    admission::Admission,
+    admission::{Admission, Arrival},
     config::{Classes, Config, Limit, Route, Server, Store, StoreKind},
     metrics::Metrics,
     server,
@@ -76,11 +81,11 @@ impl Rig {
     }
 
     pub(super) fn is_free(&self) -> bool {
-        self.admission.admit(0).now_or_never().is_some()
+        self.admission.admit(0, &arrival(&HeaderMap::new())).now_or_never().is_some()
     }
 
     pub(super) async fn until_free(&self) {
-        drop(bounded(self.admission.admit(0)).await.unwrap());
+        drop(bounded(self.admission.admit(0, &arrival(&HeaderMap::new()))).await.unwrap());
     }
 }
 
@@ -137,6 +142,10 @@ impl Wire {
 pub(super) async fn bounded<T>(future: impl Future<Output = T>) -> T {
     let bound = Duration::from_secs(10);
     tokio::time::timeout(bound, future).await.expect("took too long")
+}
+
+fn arrival(headers: &HeaderMap) -> Arrival<'_> {
+    Arrival { headers, client: Ipv4Addr::LOCALHOST.into(), trusted: false, body: Some(0) }
 }
 
 fn config(endpoint: &str) -> Config {

@@ -206,6 +206,11 @@ impl Pair {
                 call.acquires.push(self.some_acquire(who));
             }
         }
+        // Requests with rates go by a script of their own, which has a time of its own.
+        if let Some(first) = call.acquires.first() {
+            let rated = first.ask.rates.is_empty();
+            call.acquires.retain(|acquire| acquire.ask.rates.is_empty() == rated);
+        }
         if call.is_empty() {
             return;
         }

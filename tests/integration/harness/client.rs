@@ -49,6 +49,31 @@ impl Client {
         answer.unwrap_or_else(|error| panic!("GET {addr}{path}: {error}"))
     }
 
+    pub(crate) async fn get_with(
+        &self,
+        addr: SocketAddr,
+        path: &str,
+        headers: &[(&str, &str)],
+    ) -> Answer {
+        let mut request = Request::get(format!("http://{addr}{path}"));
+        for (name, value) in headers {
+            request = request.header(*name, *value);
+        }
+        let request = request.body(Full::new(Bytes::new())).unwrap();
+        let answer = within(path, async {
+            let (head, body) = self.0.request(request).await.unwrap().into_parts();
+            let body = body.collect().await.unwrap();
+            (head, body)
+        });
+        let (head, body) = answer.await;
+        Answer {
+            status: head.status.as_u16(),
+            headers: head.headers,
+            trailers: body.trailers().cloned(),
+            body: body.to_bytes(),
+        }
+    }
+
     pub(crate) async fn try_get(
         &self,
         addr: SocketAddr,

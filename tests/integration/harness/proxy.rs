@@ -28,6 +28,7 @@ pub(crate) fn one_limit(upstream: &Upstream, slots: u32) -> Conf {
         lease: "10m",
         queue: "{ size = 2000, timeout = \"2m\" }",
         extra: [""; 4],
+        tail: String::new(),
     }
 }
 
@@ -41,6 +42,8 @@ pub(crate) struct Conf {
     queue: &'static str,
     /// More lines for `[server]`, `[store]`, `[limits.llm]` and `[upstreams.llm]`.
     extra: [&'static str; 4],
+    /// More lines for `[[routes]]`, and whole sections behind it.
+    tail: String,
 }
 
 impl Conf {
@@ -88,6 +91,11 @@ impl Conf {
         self
     }
 
+    pub(crate) fn route(mut self, lines: impl Into<String>) -> Self {
+        self.tail = lines.into();
+        self
+    }
+
     /// Another address for the upstream.
     pub(crate) fn endpoint(mut self, url: String) -> Self {
         self.endpoint = url;
@@ -102,6 +110,7 @@ impl Conf {
             lease,
             queue,
             extra: [server_lines, store_lines, limit_lines, upstream_lines],
+            tail,
         } = self;
         format!(
             r#"[server]
@@ -129,6 +138,7 @@ limits = ["llm"]
 [[routes]]
 path = "/"
 upstream = "llm"
+{tail}
 "#
         )
     }
