@@ -83,7 +83,8 @@ pub(crate) async fn section(run: &mut Run) -> Result<()> {
                     run.failures.push(format!("hand-over, {}: {error}", candidate.name()))
                 }
             }
-            if upstream.most() > SLOTS as u64 {
+            // What others let through stands in the table; for us it is a failure.
+            if upstream.most() > SLOTS as u64 && candidate.name().starts_with("tidegate") {
                 let most = upstream.most();
                 run.failures
                     .push(format!("hand-over, {}: the upstream held {most}", candidate.name()));
