@@ -315,7 +315,7 @@ async fn h23_a_release_wakes_one_waiter_and_nobody_polls() {
     let heartbeat = heartbeats(&redis, 6).await;
     let requests = [&a, &b, &c, &a].map(|proxy| spawn_get(proxy, "/gate"));
     redis.wait_waiting("llm", 3).await;
-    assert_eq!(upstream.current(), 1);
+    upstream.wait_current(1).await;
 
     // They wait: there are heartbeats, and nothing but heartbeats.
     assert_eq!(heartbeats(&redis, 9).await, heartbeat);
