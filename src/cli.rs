@@ -166,7 +166,7 @@ pub struct Limit {
     #[arg(long, conflicts_with = "slots")]
     reset: bool,
 
-    /// The token under [admin], where there is one
+    /// The token under `[admin]`, where there is one
     #[arg(long, value_name = "TOKEN", env = "TIDEGATE_TOKEN", hide_env_values = true, value_parser = secret)]
     pub token: Option<Secret>,
 
