@@ -38,28 +38,28 @@ local function enqueue(set, ask, weight)
   redis.call('HINCRBY', set.meta, 'waiters:' .. me, 1)
 end
 
--- Its own outcome tells of a grant to a request of this call.
-local function tell_by_outcome(id)
-  for i, other in ipairs(granted) do
-    if other == id then return table.remove(granted, i) end
-  end
+-- How many of a class may wait.
+local function places(set, class)
+  return tonumber(ARGV[set.names + 2 + 3 * class])
+end
+
+local function class_has_room(set, ask)
+  return ask.may_wait and redis.call('ZCARD', KEYS[set.queues + ask.class]) < places(set, ask.class)
 end
 
 local function has_room(set, ask)
-  return ask.may_wait and set.waiting < set.queue
-    and redis.call('ZCARD', KEYS[set.queues + ask.class]) < tonumber(ARGV[set.names + 2 + 3 * ask.class])
+  return set.waiting < set.queue and class_has_room(set, ask)
 end
 
 local function no_room(set, ask)
-  local never_waits = not ask.may_wait or set.queue == 0 or tonumber(ARGV[set.names + 2 + 3 * ask.class]) == 0
+  local never_waits = not ask.may_wait or set.queue == 0 or places(set, ask.class) == 0
   if never_waits and recovering(set) then return 3, 0 end
   return 2, line(set, ask.class)
 end
 
 -- The queue is full: the youngest waiter of the lowest class goes, if that class is lower than the newcomer's.
 local function displace_for(set, ask)
-  local room = tonumber(ARGV[set.names + 2 + 3 * ask.class])
-  if not ask.may_wait or set.queue == 0 or redis.call('ZCARD', KEYS[set.queues + ask.class]) >= room then return false end
+  if set.queue == 0 or not class_has_room(set, ask) then return false end
   for class = set.classes, ask.class + 1, -1 do
     local id = redis.call('ZPOPMAX', KEYS[set.queues + class])[1]
     if id then

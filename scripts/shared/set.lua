@@ -5,7 +5,7 @@ do
   local key, at = 3, 8
   for i = 1, tonumber(ARGV[7]) do
     local set = {
-      name = ARGV[at], claim = ARGV[at + 1] .. ' ' .. ARGV[at + 2], claimed = tonumber(ARGV[at + 1]), own_lease = ARGV[at + 2],
+      name = ARGV[at], claim = ARGV[at + 1] .. ' ' .. ARGV[at + 2], claimed = tonumber(ARGV[at + 1]),
       grant_ttl = ARGV[at + 3], recovery = ARGV[at + 4], queue = tonumber(ARGV[at + 5]), ageing = ARGV[at + 6],
       keyed = ARGV[at + 7] == '1', shadow = ARGV[at + 8] == '1',
       slots = KEYS[key], meta = KEYS[key + 1], info = KEYS[key + 2],

@@ -242,6 +242,27 @@ enum Phase {
     Releasing,
 }
 
+impl Entry {
+    fn new(ask: Ask, phase: Phase, asked: Instant, now: Instant) -> Self {
+        Self {
+            ask,
+            phase,
+            answer: None,
+            asked,
+            again: false,
+            queued: false,
+            pushed: false,
+            held: 0,
+            confirmed: now,
+            renewed: now,
+            taken: now,
+            admitted: false,
+            patience: None,
+            deadline: None,
+        }
+    }
+}
+
 impl Refused {
     /// The keeper is gone: only while the process ends.
     pub(super) const GONE: Self = Self::of(Why::Draining);

@@ -136,24 +136,3 @@ impl Beats {
         &mut self.list[place]
     }
 }
-
-impl Entry {
-    pub(in crate::leases) fn new(ask: Ask, phase: Phase, asked: Instant, now: Instant) -> Self {
-        Self {
-            ask,
-            phase,
-            answer: None,
-            asked,
-            again: false,
-            queued: false,
-            pushed: false,
-            held: 0,
-            confirmed: now,
-            renewed: now,
-            taken: now,
-            admitted: false,
-            patience: None,
-            deadline: None,
-        }
-    }
-}
