@@ -22,17 +22,21 @@ use tokio::{
 };
 use uuid::Uuid;
 
-use crate::store::{Ask, BoxFuture, Call, Link, Reply, SetState, SlotStore, StoreError};
+use crate::store::{
+    Ask, BoxFuture, Call, Link, LocalStore, Reply, SetState, SlotStore, StoreError,
+};
 
 mod keeper;
 
-use keeper::{Answer, Keeper, Message};
+use keeper::{Answer, AtOnce, Keeper, Message};
 pub use keeper::{LimitSettings, Refused, Settings, Why};
 
 /// How many calls may be unanswered. More shortens the way of a lone request, fewer makes larger batches.
 const CALLS_IN_FLIGHT: usize = 2;
 /// Between two attempts to connect, at most; half to all of it is drawn.
 const RECONNECT_PAUSE_MAX: Duration = Duration::from_secs(1);
+
+const NEVER_STALE: &str = "a store inside the process knows one connection of each instance";
 
 /// A handle to the keeper of this instance.
 #[derive(Clone, Debug)]
@@ -55,15 +59,35 @@ struct Desk {
 #[derive(Debug)]
 pub struct Lease {
     desk: Arc<Desk>,
-    id: Uuid,
+    slots: Slots,
     taken: Instant,
     shadow: Option<Refused>,
+}
+
+/// How a lease says which slots it gives back.
+#[derive(Debug)]
+enum Slots {
+    /// The keeper has them listed under this id.
+    Listed(Uuid),
+    /// They were taken at once; none after they were given back.
+    AtOnce(Option<Ask>),
 }
 
 /// A request for slots, under way. Dropping it takes the request back, whatever became of it.
 #[must_use = "dropping it takes the request back"]
 #[derive(Debug)]
-pub struct Pending {
+pub struct Pending(Awaited);
+
+#[derive(Debug)]
+enum Awaited {
+    /// The slots were there at once; none after they were handed over.
+    Told(Option<Lease>),
+    /// What the keeper will say.
+    Word(Word),
+}
+
+#[derive(Debug)]
+struct Word {
     desk: Arc<Desk>,
     id: Uuid,
     answer: oneshot::Receiver<Result<Lease, Refused>>,
@@ -126,10 +150,16 @@ impl Leases {
 
     /// Asks for slots. `ask.id` was never used before; at the deadline, if there is one, the client gives up by itself.
     pub fn acquire(&self, ask: Ask, deadline: Option<Instant>) -> Pending {
+        let (desk, id, now) = (&self.desk, ask.id, Instant::now());
+        if let Some(store) = desk.store.local()
+            && let Ok(keeper) = desk.keeper.try_lock()
+            && keeper.is_open()
+        {
+            return desk.acquire_at_once(store, keeper, ask, deadline, now);
+        }
         let (sender, answer) = oneshot::channel();
-        let id = ask.id;
-        let pending = Pending { desk: Arc::clone(&self.desk), id, answer, answered: false };
-        self.desk.say(Message::Acquire { ask, asked: Instant::now(), deadline, answer: sender });
+        let pending = Pending::waiting(desk, id, answer);
+        desk.say(Message::Acquire { ask, asked: now, deadline, answer: sender });
         pending
     }
 
@@ -152,7 +182,7 @@ impl Leases {
         let left = async {
             loop {
                 let idle = self.desk.idle.notified();
-                if self.desk.lock().has_left() {
+                if self.desk.look(|keeper| keeper.has_left()) {
                     return;
                 }
                 idle.await;
@@ -163,12 +193,12 @@ impl Leases {
 
     /// This instance's id.
     pub fn instance(&self) -> Uuid {
-        self.desk.lock().caller().instance
+        self.desk.look(|keeper| keeper.caller().instance)
     }
 
     /// What is known now.
     pub fn outlook(&self) -> Outlook {
-        self.desk.lock().outlook(Instant::now())
+        self.desk.look(|keeper| keeper.outlook(Instant::now()))
     }
 }
 
@@ -207,14 +237,73 @@ impl Desk {
                 let reply = store.apply(keeper.caller(), &call);
                 keeper.on_reply(call, now, now, reply);
             }
-            let rearm = keeper.alarm_moved();
-            self.deliver(keeper);
-            if rearm {
-                self.wake.notify_one();
-            }
+            self.leave(keeper);
             if self.inbox().is_empty() {
                 return;
             }
+        }
+    }
+
+    /// Asks the store on the spot, without a way through the inbox.
+    fn acquire_at_once(
+        self: &Arc<Self>,
+        store: &dyn LocalStore,
+        mut keeper: MutexGuard<'_, Keeper>,
+        ask: Ask,
+        deadline: Option<Instant>,
+        now: Instant,
+    ) -> Pending {
+        let id = ask.id;
+        let acquire = keeper.ask_at_once(ask);
+        let reply = store.acquire(keeper.caller(), &acquire).expect(NEVER_STALE);
+        let became = keeper.on_asked_at_once(acquire, reply, deadline, now);
+        self.leave_for_good(keeper);
+        match became {
+            AtOnce::Taken { ask, shadow } => {
+                let (desk, slots) = (Arc::clone(self), Slots::AtOnce(Some(ask)));
+                Pending(Awaited::Told(Some(Lease { desk, slots, taken: now, shadow })))
+            }
+            AtOnce::Later(answer) => Pending::waiting(self, id, answer),
+        }
+    }
+
+    /// Gives back on the spot what was taken so.
+    fn give_back(self: &Arc<Self>, ask: Ask, taken: Instant) {
+        if let Some(store) = self.store.local()
+            && let Ok(mut keeper) = self.keeper.try_lock()
+        {
+            let now = Instant::now();
+            let release = keeper.give_back_at_once(ask, taken, now);
+            let reply = store.release(keeper.caller(), &release).expect(NEVER_STALE);
+            keeper.on_given_back(&reply, now);
+            self.leave_for_good(keeper);
+        } else {
+            self.say(Message::GiveBack { ask, taken });
+        }
+    }
+
+    /// Looks at the keeper, or changes something in passing.
+    fn look<T>(self: &Arc<Self>, look: impl FnOnce(&mut Keeper) -> T) -> T {
+        let mut keeper = self.lock();
+        let seen = look(&mut keeper);
+        self.leave_for_good(keeper);
+        seen
+    }
+
+    /// Lets go of the keeper, and works off what others could not say meanwhile.
+    fn leave_for_good(self: &Arc<Self>, keeper: MutexGuard<'_, Keeper>) {
+        self.leave(keeper);
+        if self.store.local().is_some() && !self.inbox().is_empty() {
+            self.combine();
+        }
+    }
+
+    /// Lets go of the keeper; whoever sleeps until its next alarm hears if that moved.
+    fn leave(self: &Arc<Self>, keeper: MutexGuard<'_, Keeper>) {
+        let rearm = keeper.alarm_moved();
+        self.deliver(keeper);
+        if rearm {
+            self.wake.notify_one();
         }
     }
 
@@ -235,7 +324,11 @@ impl Desk {
         drop(keeper);
         for answer in answers {
             let Answer { id, to, outcome, shadow } = answer;
-            let outcome = outcome.map(|taken| Lease { desk: Arc::clone(self), id, taken, shadow });
+            let lease = |taken| {
+                let (desk, slots) = (Arc::clone(self), Slots::Listed(id));
+                Lease { desk, slots, taken, shadow }
+            };
+            let outcome = outcome.map(lease);
             let _ = to.send(outcome);
         }
         if left {
@@ -432,7 +525,24 @@ impl Lease {
 
 impl Drop for Lease {
     fn drop(&mut self) {
-        self.desk.say(Message::Release(self.id));
+        match &mut self.slots {
+            Slots::Listed(id) => self.desk.say(Message::Release(*id)),
+            Slots::AtOnce(ask) => {
+                if let Some(ask) = ask.take() {
+                    self.desk.give_back(ask, self.taken);
+                }
+            }
+        }
+    }
+}
+
+impl Pending {
+    fn waiting(
+        desk: &Arc<Desk>,
+        id: Uuid,
+        answer: oneshot::Receiver<Result<Lease, Refused>>,
+    ) -> Self {
+        Self(Awaited::Word(Word { desk: Arc::clone(desk), id, answer, answered: false }))
     }
 }
 
@@ -440,13 +550,18 @@ impl Future for Pending {
     type Output = Result<Lease, Refused>;
 
     fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Self::Output> {
-        let answer = std::task::ready!(Pin::new(&mut self.answer).poll(context));
-        self.answered = true;
-        Poll::Ready(answer.unwrap_or(Err(Refused::GONE)))
+        match &mut self.0 {
+            Awaited::Told(lease) => Poll::Ready(lease.take().ok_or(Refused::GONE)),
+            Awaited::Word(word) => {
+                let answer = std::task::ready!(Pin::new(&mut word.answer).poll(context));
+                word.answered = true;
+                Poll::Ready(answer.unwrap_or(Err(Refused::GONE)))
+            }
+        }
     }
 }
 
-impl Drop for Pending {
+impl Drop for Word {
     fn drop(&mut self) {
         if !self.answered {
             self.desk.say(Message::Release(self.id));

@@ -129,11 +129,23 @@ pub trait SlotStore: Send + Sync + fmt::Debug {
     fn status<'a>(&'a self, spec: &'a SetSpec) -> BoxFuture<'a, Result<SetStatus, StoreError>>;
 }
 
-/// A store inside this process: no connection, no lease that could end.
+/// A store inside this process: no connection, no lease that could end, and an answer at once.
 pub trait LocalStore: Send + Sync {
-    /// Applies a call at once.
+    /// Applies a call.
     ///
     /// # Errors
     /// [`StoreError::Stale`] only.
     fn apply(&self, caller: &Caller, call: &Call) -> Result<Reply, StoreError>;
+
+    /// Applies a single acquire.
+    ///
+    /// # Errors
+    /// [`Stale`].
+    fn acquire(&self, caller: &Caller, acquire: &Acquire) -> Result<AcquireReply, Stale>;
+
+    /// Applies a single release.
+    ///
+    /// # Errors
+    /// [`Stale`].
+    fn release(&self, caller: &Caller, release: &Release) -> Result<ReleaseReply, Stale>;
 }

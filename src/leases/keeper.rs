@@ -13,12 +13,15 @@ use uuid::Uuid;
 
 use super::{Lease, Outlook};
 use crate::store::{
-    Acquire, Acquired, Ask, Beat, BeatReply, Call, Caller, Event, Heartbeat, Refuser, Release,
-    Renew, Renewed, Reply, SetSpec, SetState, Shed, Stamp, StoreError, Want,
+    Acquire, AcquireReply, Acquired, Ask, Beat, BeatReply, Call, Caller, Event, Heartbeat, Refuser,
+    Release, ReleaseReply, Renew, Renewed, Reply, SetSpec, SetState, Shed, Stamp, StoreError, Want,
 };
 
 mod answers;
+mod at_once;
 mod calls;
+
+pub(super) use at_once::AtOnce;
 
 /// How many requests, and how many releases, go into one call.
 const BATCH: usize = 128;
@@ -113,6 +116,11 @@ pub(super) enum Message {
         done: oneshot::Sender<()>,
     },
     Release(Uuid),
+    /// Slots taken at once, and since when they are held.
+    GiveBack {
+        ask: Ask,
+        taken: Instant,
+    },
     Event(Event),
     Drain,
     Leave,
@@ -135,6 +143,8 @@ pub(super) struct Keeper {
     caller: Caller,
     /// Ids are random, so the hash needn't be.
     entries: FxHashMap<Uuid, Entry>,
+    /// How many hold slots without an entry.
+    unlisted: usize,
     /// Ids to ask for; an entry that moved on meanwhile is skipped.
     new: VecDeque<Uuid>,
     /// Ids to release.
@@ -294,6 +304,7 @@ impl Keeper {
             limits: vec![LimitState::default(); settings.limits.len()],
             caller,
             entries: FxHashMap::default(),
+            unlisted: 0,
             new: VecDeque::new(),
             gone: VecDeque::new(),
             deadlines: BTreeSet::new(),
@@ -355,6 +366,7 @@ impl Keeper {
                 self.next_beat = now;
             }
             Message::Release(id) => self.on_release(id, now),
+            Message::GiveBack { ask, taken } => self.on_give_back(ask, taken, now),
             Message::Event(Event::Granted(id)) => self.on_push(id, now),
             Message::Event(Event::Displaced(id)) => self.on_displaced(id, now),
             Message::Event(event @ (Event::Subscribed | Event::Unsubscribed)) => {
@@ -382,9 +394,7 @@ impl Keeper {
             self.answers.push(Answer { id, to, outcome, shadow: None });
             return;
         }
-        for want in entry.ask.wants.iter() {
-            self.limits[want.set.limit].arrivals += 1;
-        }
+        self.count_arrival(&entry.ask);
         self.entries.insert(id, entry);
         self.new.push_back(id);
     }
@@ -419,6 +429,18 @@ impl Keeper {
             self.deadlines.remove(&(deadline, id));
         }
         self.gone.push_back(id);
+    }
+
+    fn count_arrival(&mut self, ask: &Ask) {
+        for want in ask.wants.iter() {
+            self.limits[want.set.limit].arrivals += 1;
+        }
+    }
+
+    fn count_taken(&mut self, wants: &[Want]) {
+        for want in wants {
+            self.limits[want.set.limit].local += want.weight;
+        }
     }
 
     fn count_hold(&mut self, wants: &[Want], held_for: Duration) {

@@ -5,7 +5,7 @@
 
 use std::{
     collections::HashMap,
-    fmt,
+    fmt, slice,
     sync::{Arc, Mutex, MutexGuard},
 };
 
@@ -13,8 +13,8 @@ use tokio::time::Instant;
 use uuid::Uuid;
 
 use super::{
-    BoxFuture, Call, Caller, Event, Link, LocalStore, Notice, Push, Reply, SetSpec, SetStatus,
-    SlotStore, Stale, StoreError,
+    Acquire, AcquireReply, BoxFuture, Call, Caller, Event, Link, LocalStore, Notice, Push, Release,
+    ReleaseReply, Reply, SetSpec, SetStatus, SlotStore, Stale, StoreError,
 };
 use crate::ledger::Ledger;
 
@@ -49,6 +49,18 @@ impl MemoryStore {
         self.0.ledger.lock().expect("the ledger never panics")
     }
 
+    /// Applies an operation, and tells others of what it did for them.
+    fn locked<T>(&self, operation: impl FnOnce(&mut Ledger, i64) -> T) -> T {
+        let mut ledger = self.ledger();
+        // Read under the lock, so that the ledger's time never goes back.
+        let now = self.now();
+        let reply = operation(&mut ledger, now);
+        let pushes = std::mem::take(&mut ledger.pushes);
+        drop(ledger);
+        self.deliver(pushes);
+        reply
+    }
+
     fn deliver(&self, pushes: Vec<(Uuid, Uuid, Notice)>) {
         for (instance, id, notice) in pushes {
             let handlers = self.0.pushes.lock().expect("nothing panics under this lock");
@@ -78,14 +90,16 @@ impl fmt::Debug for MemoryStore {
 
 impl LocalStore for MemoryStore {
     fn apply(&self, caller: &Caller, call: &Call) -> Result<Reply, StoreError> {
-        let mut ledger = self.ledger();
-        // Read under the lock, so that the ledger's time never goes back.
-        let now = self.now();
-        let reply = apply(&mut ledger, now, caller, call);
-        let pushes = std::mem::take(&mut ledger.pushes);
-        drop(ledger);
-        self.deliver(pushes);
+        let reply = self.locked(|ledger, now| apply(ledger, now, caller, call));
         reply.map_err(|Stale| StoreError::Stale)
+    }
+
+    fn acquire(&self, caller: &Caller, acquire: &Acquire) -> Result<AcquireReply, Stale> {
+        self.locked(|ledger, now| ledger.acquire(now, caller, "", slice::from_ref(acquire)))
+    }
+
+    fn release(&self, caller: &Caller, release: &Release) -> Result<ReleaseReply, Stale> {
+        self.locked(|ledger, now| ledger.release(now, caller, "", slice::from_ref(release)))
     }
 }
 

@@ -27,14 +27,35 @@ impl Keeper {
             self.on_heartbeat(&heartbeat, beat, sent, now);
         }
         if let Some(acquires) = reply.acquires {
-            self.note(acquires.stamp, now);
-            for (acquire, outcome) in call.acquires.into_iter().zip(acquires.outcomes) {
-                self.on_acquired(acquire, outcome, sent, now);
-            }
-            self.on_granted(&acquires.granted, sent, now);
-            for id in acquires.displaced {
-                self.on_displaced(id, now);
-            }
+            self.on_acquires(call.acquires, acquires, sent, now);
+        }
+    }
+
+    pub(in crate::leases) fn on_acquires(
+        &mut self,
+        acquires: Vec<Acquire>,
+        reply: AcquireReply,
+        sent: Instant,
+        now: Instant,
+    ) {
+        self.note(reply.stamp, now);
+        for (acquire, outcome) in acquires.into_iter().zip(reply.outcomes) {
+            self.on_acquired(acquire, outcome, sent, now);
+        }
+        self.on_told(&reply.granted, &reply.displaced, sent, now);
+    }
+
+    /// What an acquire did to others of this instance that wait.
+    pub(in crate::leases) fn on_told(
+        &mut self,
+        granted: &[Uuid],
+        displaced: &[Uuid],
+        sent: Instant,
+        now: Instant,
+    ) {
+        self.on_granted(granted, sent, now);
+        for &id in displaced {
+            self.on_displaced(id, now);
         }
     }
 
@@ -141,9 +162,7 @@ impl Keeper {
             self.answers.push(Answer { id, to, outcome: Ok(now), shadow });
         }
         let wants = Arc::clone(&entry.ask.wants);
-        for want in wants.iter() {
-            self.limits[want.set.limit].local += want.weight;
-        }
+        self.count_taken(&wants);
     }
 
     pub(in crate::leases) fn keep_waiting(

@@ -16,7 +16,8 @@ impl Keeper {
         if !self.reasserting {
             self.fill_acquires(&mut call, now);
         }
-        if call.is_empty() && self.leaving == Leaving::Wanted && self.entries.is_empty() {
+        let is_idle = self.entries.is_empty() && self.unlisted == 0;
+        if call.is_empty() && self.leaving == Leaving::Wanted && is_idle {
             self.leaving = Leaving::Said;
             let mut heartbeat = self.compose_heartbeat(now);
             heartbeat.leaving = true;
