@@ -11,10 +11,30 @@ const BY_HEADER: &str = "class = { header = \"x-priority\", default = \"normal\"
 const TRUSTED: &str = "trusted_proxies = [\"127.0.0.1/32\"]";
 
 fn as_class(proxy: &Proxy, class: &'static str) -> JoinHandle<Answer> {
+    ask(proxy, "/gate", class)
+}
+
+fn ask(proxy: &Proxy, path: &'static str, class: &'static str) -> JoinHandle<Answer> {
     let addr = proxy.addr();
-    tokio::spawn(
-        async move { Client::new().get_with(addr, "/gate", &[("x-priority", class)]).await },
-    )
+    tokio::spawn(async move { Client::new().get_with(addr, path, &[("x-priority", class)]).await })
+}
+
+/// Two instances on one Redis. The embedded store counts for one process, so there both are the same.
+struct Fleet(Proxy, Option<Proxy>);
+
+impl Fleet {
+    async fn spawn(conf: &Conf, redis: Option<&Redis>) -> Self {
+        let here = Proxy::spawn(conf).await;
+        Self(here, if redis.is_some() { Some(Proxy::spawn(conf).await) } else { None })
+    }
+
+    fn here(&self) -> &Proxy {
+        &self.0
+    }
+
+    fn there(&self) -> &Proxy {
+        self.1.as_ref().unwrap_or(&self.0)
+    }
 }
 
 async fn on_both_stores(test: impl AsyncFn(Conf, Option<&Redis>, &Upstream)) {
@@ -33,20 +53,31 @@ async fn waiting(proxy: &Proxy, count: u64) {
     .await;
 }
 
+/// Classes that age by one for each of these times.
+fn ageing(time: &str) -> String {
+    format!("{BY_HEADER}\n\n[classes]\nageing = \"{time}\"")
+}
+
+/// Waits until somebody has waited for so long, by the store's clock.
+async fn oldest_wait(proxy: &Proxy, ms: u64) {
+    eventually("somebody has waited", async || {
+        proxy.limit("llm").await["oldest_wait_ms"].as_u64().unwrap() >= ms
+    })
+    .await;
+}
+
 #[tokio::test]
 async fn a_higher_class_goes_first_wherever_it_waits() {
     on_both_stores(async |conf, redis, upstream| {
-        let conf = conf.server(TRUSTED).route(BY_HEADER);
-        let here = Proxy::spawn(&conf).await;
-        // The embedded store counts for one process, so both are the same there.
-        let other = if redis.is_some() { Some(Proxy::spawn(&conf).await) } else { None };
-        let there = other.as_ref().unwrap_or(&here);
-        let holder = as_class(&here, "normal");
+        let conf = conf.server(TRUSTED).route(ageing("1h"));
+        let fleet = Fleet::spawn(&conf, redis).await;
+        let (here, there) = (fleet.here(), fleet.there());
+        let holder = as_class(here, "normal");
         upstream.wait_current(1).await;
-        let background: Vec<_> = (0..3).map(|_| as_class(&here, "background")).collect();
-        waiting(&here, 3).await;
+        let background: Vec<_> = (0..3).map(|_| as_class(here, "background")).collect();
+        waiting(here, 3).await;
         let critical = as_class(there, "critical");
-        waiting(&here, 4).await;
+        waiting(here, 4).await;
         upstream.open(2);
         assert_eq!(holder.await.unwrap().status, 200);
         assert_eq!(critical.await.unwrap().status, 200);
@@ -56,6 +87,132 @@ async fn a_higher_class_goes_first_wherever_it_waits() {
             assert_eq!(request.await.unwrap().status, 200);
         }
         assert_eq!(upstream.highest(), 1);
+    })
+    .await;
+}
+
+/// What has waited for as many steps as there are classes above it is next, whoever comes from above meanwhile: the bound is
+/// two steps of ageing and one grant.
+#[tokio::test]
+async fn a_flood_from_above_keeps_a_waiter_for_two_steps_of_ageing_and_one_grant() {
+    on_both_stores(async |conf, redis, upstream| {
+        let conf = conf.server(TRUSTED).route(ageing("500ms"));
+        let fleet = Fleet::spawn(&conf, redis).await;
+        let (here, there) = (fleet.here(), fleet.there());
+        let holder = as_class(here, "critical");
+        upstream.wait_current(1).await;
+        let background = as_class(here, "background");
+        waiting(here, 1).await;
+        let mut flood = vec![as_class(here, "critical"), as_class(there, "critical")];
+        waiting(here, 3).await;
+        oldest_wait(here, 1_000).await;
+        flood.extend([as_class(here, "critical"), as_class(there, "critical")]);
+        waiting(here, 5).await;
+        upstream.open(2);
+        assert_eq!(holder.await.unwrap().status, 200);
+        assert_eq!(background.await.unwrap().status, 200);
+        assert!(flood.iter().all(|request| !request.is_finished()));
+        upstream.open(4);
+        for request in flood {
+            assert_eq!(request.await.unwrap().status, 200);
+        }
+        assert_eq!(upstream.highest(), 1);
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn a_flood_of_long_streams_leaves_the_reserve_to_the_classes_above() {
+    on_both_stores(async |conf, redis, upstream| {
+        let limit = "classes.background = { share = 0.5 }";
+        let conf = conf.slots(4).server(TRUSTED).limit(limit).route(ageing("1h"));
+        let fleet = Fleet::spawn(&conf, redis).await;
+        let (here, there) = (fleet.here(), fleet.there());
+        let streams = [here, there].into_iter().cycle().take(12);
+        let streams: Vec<_> = streams.map(|at| ask(at, "/gate?name=long", "background")).collect();
+        upstream.wait_current(2).await;
+        waiting(here, 10).await;
+        // The reserve is there at once, again and again, and nobody of the flood slips in when it is left.
+        for round in 0..3 {
+            let above = [as_class(there, "normal"), as_class(here, "critical")];
+            upstream.wait_current(4).await;
+            upstream.open(2);
+            for request in above {
+                assert_eq!(request.await.unwrap().status, 200);
+            }
+            upstream.wait_current(2).await;
+            waiting(here, 10).await;
+            assert_eq!(upstream.total(), 2 + 2 * (round + 1));
+        }
+        // Each stream that ends is followed by one.
+        upstream.open_gate("long", 1);
+        upstream.wait_total(9).await;
+        assert_eq!(upstream.current(), 2);
+        upstream.open_gate("long", 11);
+        for stream in streams {
+            assert_eq!(stream.await.unwrap().status, 200);
+        }
+        assert_eq!(upstream.highest(), 4);
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn a_flood_that_has_aged_still_leaves_one_slot() {
+    on_both_stores(async |conf, redis, upstream| {
+        let limit = "classes.background = { share = 0.5 }";
+        let conf = conf.slots(4).server(TRUSTED).limit(limit).route(ageing("100ms"));
+        let fleet = Fleet::spawn(&conf, redis).await;
+        let (here, there) = (fleet.here(), fleet.there());
+        let flood = [here, there].into_iter().cycle().take(8);
+        let flood: Vec<_> = flood.map(|at| ask(at, "/gate?name=long", "background")).collect();
+        upstream.wait_current(3).await;
+        // Some heartbeats later nobody has taken the last one.
+        oldest_wait(here, 3_000).await;
+        assert_eq!((upstream.current(), upstream.total()), (3, 3));
+        let critical = as_class(there, "critical");
+        upstream.wait_current(4).await;
+        upstream.open(1);
+        assert_eq!(critical.await.unwrap().status, 200);
+        upstream.open_gate("long", 8);
+        for request in flood {
+            assert_eq!(request.await.unwrap().status, 200);
+        }
+    })
+    .await;
+}
+
+/// Four of five slots are taken from above all the time, two more than the share of the class below. It waits for one step of
+/// ageing, as the class above it may have every slot, and then, since an aged one leaves a slot free, for one release.
+#[tokio::test]
+async fn a_share_under_a_flood_from_above_waits_for_one_step_of_ageing_and_one_release() {
+    on_both_stores(async |conf, redis, upstream| {
+        let limit = "classes.background = { share = 0.5 }";
+        let conf = conf.slots(5).server(TRUSTED).limit(limit).route(ageing("500ms"));
+        let fleet = Fleet::spawn(&conf, redis).await;
+        let (here, there) = (fleet.here(), fleet.there());
+        let mut above = Vec::new();
+        for at in [here, there, here, there] {
+            above.push(ask(at, "/gate?name=above", "critical"));
+        }
+        upstream.wait_current(4).await;
+        let background = as_class(here, "background");
+        waiting(here, 1).await;
+        oldest_wait(here, 2_500).await;
+        assert_eq!((upstream.current(), upstream.total()), (4, 4));
+        // One goes, and at once another comes: the share has been served in between.
+        upstream.open_gate("above", 1);
+        upstream.wait_total(5).await;
+        waiting(here, 0).await;
+        above.push(ask(there, "/gate?name=above", "critical"));
+        upstream.wait_total(6).await;
+        upstream.open(1);
+        assert_eq!(background.await.unwrap().status, 200);
+        upstream.open_gate("above", 4);
+        for request in above {
+            assert_eq!(request.await.unwrap().status, 200);
+        }
+        assert_eq!(upstream.highest(), 5);
     })
     .await;
 }
