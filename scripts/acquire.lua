@@ -20,31 +20,29 @@
 for _, set in ipairs(sets) do open(set, meta, used) end
 
 local function enqueue(set, ask, weight)
+  if not set.noted then see_others(set) end
+  note_queue(set, set.classes[ask.class])
   local ticket = redis.call('HINCRBY', set.meta, 'ticket', 1)
   if ticket == 1 then
     -- The counter is new or was lost: stay above every standing ticket, so that order survives.
     local highest = 0
-    for class = 1, set.classes do
-      local top = redis.call('ZREVRANGE', KEYS[set.queues + class], 0, 0, 'WITHSCORES')
+    for _, class in ipairs(set.classes) do
+      local top = redis.call('ZREVRANGE', class.queue, 0, 0, 'WITHSCORES')
       highest = math.max(highest, tonumber(top[2] or '0'))
     end
     ticket = highest + 1
     redis.call('HSET', set.meta, 'ticket', ticket)
   end
-  redis.call('ZADD', KEYS[set.queues + ask.class], ticket, ask.id)
+  redis.call('ZADD', set.classes[ask.class].queue, ticket, ask.id)
   put_info(set, ask.id, me, ask.class, weight, now - ask.waited, ask.route)
   set.waiting = set.waiting + 1
   redis.call('HSET', set.meta, 'waiting', set.waiting)
   redis.call('HINCRBY', set.meta, 'waiters:' .. me, 1)
 end
 
--- How many of a class may wait.
-local function places(set, class)
-  return tonumber(ARGV[set.names + 2 + 3 * class])
-end
-
 local function class_has_room(set, ask)
-  return ask.may_wait and redis.call('ZCARD', KEYS[set.queues + ask.class]) < places(set, ask.class)
+  local class = set.classes[ask.class]
+  return ask.may_wait and redis.call('ZCARD', class.queue) < class.room
 end
 
 local function has_room(set, ask)
@@ -52,7 +50,7 @@ local function has_room(set, ask)
 end
 
 local function no_room(set, ask)
-  local never_waits = not ask.may_wait or set.queue == 0 or places(set, ask.class) == 0
+  local never_waits = not ask.may_wait or set.queue == 0 or set.classes[ask.class].room == 0
   if never_waits and recovering(set) then return 3, 0 end
   return 2, line(set, ask.class)
 end
@@ -60,8 +58,8 @@ end
 -- The queue is full: the youngest waiter of the lowest class goes, if that class is lower than the newcomer's.
 local function displace_for(set, ask)
   if set.queue == 0 or not class_has_room(set, ask) then return false end
-  for class = set.classes, ask.class + 1, -1 do
-    local id = redis.call('ZPOPMAX', KEYS[set.queues + class])[1]
+  for class = #set.classes, ask.class + 1, -1 do
+    local id = redis.call('ZPOPMAX', set.classes[class].queue)[1]
     if id then
       local info = info_of(set, id)
       redis.call('HDEL', set.info, id)
@@ -120,7 +118,7 @@ local function take(set, ask, weight)
       tell_by_outcome(ask.id)
       return 0, 0
     end
-    if redis.call('ZSCORE', KEYS[set.queues + ask.class], ask.id) then return 1, line(set, ask.class) end
+    if redis.call('ZSCORE', set.classes[ask.class].queue, ask.id) then return 1, line(set, ask.class) end
   end
   if set.shadow then return take_in_shadow(set, ask, weight) end
   local limit = cap(set, ask.class)

@@ -34,8 +34,8 @@ local function drop_waiters(set, waiters, instance)
   redis.call('HDEL', set.meta, 'waiters:' .. instance)
   if tonumber(waiters[instance] or '0') == 0 then return end
   waiters[instance] = nil
-  for class = 1, set.classes do
-    local queue = KEYS[set.queues + class]
+  for _, class in ipairs(set.classes) do
+    local queue = class.queue
     for _, id in ipairs(redis.call('ZRANGE', queue, 0, -1)) do
       local info = info_of(set, id)
       if info and info.instance == instance then
@@ -100,9 +100,8 @@ local function renew(set, id, route, class, weight, lapsed)
 end
 
 local function is_waiting(set, id)
-  for class = 1, set.classes do
-    local queue = KEYS[set.queues + class]
-    if redis.call('ZSCORE', queue, id) then return true end
+  for _, class in ipairs(set.classes) do
+    if redis.call('ZSCORE', class.queue, id) then return true end
   end
   return false
 end
@@ -110,8 +109,8 @@ end
 local function count_waiters_anew(set)
   set.waiting = 0
   local counts = {}
-  for class = 1, set.classes do
-    local queue = KEYS[set.queues + class]
+  for _, class in ipairs(set.classes) do
+    local queue = class.queue
     for _, id in ipairs(redis.call('ZRANGE', queue, 0, -1)) do
       local info = info_of(set, id)
       if info then
@@ -136,7 +135,11 @@ local function tidy(set, meta)
     end
   end
   local total, counted = 0, 0
-  for class = 1, set.classes do total = total + redis.call('ZCARD', KEYS[set.queues + class]) end
+  for _, class in ipairs(set.classes) do
+    local count = redis.call('ZCARD', class.queue)
+    if count > 0 then note_queue(set, class) end
+    total = total + count
+  end
   for _, count in pairs(fields_of(set).waiters) do counted = counted + tonumber(count) end
   if set.waiting ~= total or counted ~= total then count_waiters_anew(set) end
   local dirty = redis.call('HDEL', set.meta, 'dirty') == 1
@@ -175,6 +178,7 @@ end
 local pending, renewed, states = {}, {}, {}
 for _, set in ipairs(sets) do
   open(set)
+  if not set.noted then see_others(set) end
   obey(set, ARGV[arg], ARGV[arg + 1])
   arg = arg + 2
   if redis.call('HGET', set.meta, 'claim:' .. me) ~= set.claim then claim_policy(set) end

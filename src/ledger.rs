@@ -159,7 +159,7 @@ impl Ledger {
             set.obey(beat);
             set.refresh(&mut context, spec);
             set.forget_the_gone(&mut context, heartbeat.leaving);
-            set.drop_too_heavy(&mut context, spec);
+            set.drop_too_heavy(&mut context);
             for renew in &beat.renew {
                 reply.renewed.push(set.renew(&mut context, spec, renew));
             }
@@ -179,9 +179,12 @@ impl Ledger {
     }
 
     /// The state of a set now, read only.
-    pub fn status(&self, now: i64, key: &str) -> Option<SetStatus> {
+    pub fn status(&self, now: i64, spec: &SetSpec) -> SetStatus {
         let recovery = self.fleet.as_ref().map_or(0, |fleet| fleet.recovery);
-        self.sets.get(key).map(|set| set.status(now, recovery))
+        match self.sets.get(&spec.key) {
+            Some(set) => set.status(now, recovery, &spec.classes),
+            None => SetStatus { waiting: vec![(0, 0); spec.classes.len()], ..SetStatus::default() },
+        }
     }
 
     /// The fence and the fleet's own signs of a loss.

@@ -10,9 +10,9 @@ local function grant(set)
 
   -- The first waiter of a class whose instance lives and hears. Waiters of the dead are dropped on the way.
   local function head(class)
-    local skip = 0
+    local skip, queue = 0, set.classes[class].queue
     while true do
-      local first = redis.call('ZRANGE', KEYS[set.queues + class], skip, skip, 'WITHSCORES')
+      local first = redis.call('ZRANGE', queue, skip, skip, 'WITHSCORES')
       local id = first[1]
       if not id then return nil end
       local info = info_of(set, id)
@@ -20,13 +20,13 @@ local function grant(set)
         if not deaf[info.instance] then
           local waited = math.max(0, now - info.at)
           return {
-            effective = math.max(0, class - 1 - math.floor(waited / set.ageing)),
+            effective = math.max(0, math.min(class - 1, set.known) - math.floor(waited / set.ageing)),
             ticket = tonumber(first[2]), class = class, id = id, info = info,
           }
         end
         skip = skip + 1
       else
-        redis.call('ZREM', KEYS[set.queues + class], id)
+        redis.call('ZREM', queue, id)
         redis.call('HDEL', set.info, id)
         uncount_waiter(set, info and info.instance)
       end
@@ -42,13 +42,13 @@ local function grant(set)
   -- The waiter whose turn it is, if a slot may go to it.
   local function next_waiter()
     local heads = {}
-    for class = 1, set.classes do
+    for class = 1, #set.classes do
       heads[#heads + 1] = head(class)
     end
     if #heads > 1 then table.sort(heads, before) end
     for _, first in ipairs(heads) do
       local limit = cap(set, first.class)
-      if first.effective < first.class - 1 then
+      if first.effective < math.min(first.class - 1, set.known) then
         limit = math.max(limit, math.min(cap(set, first.effective + 1), set.n, math.max(1, set.n - 1)))
       end
       if set.used + first.info.weight <= limit then return first end
@@ -71,7 +71,7 @@ local function grant(set)
       redis.call('HSET', set.meta, 'pending:' .. id, info.instance)
       score = now - set.lease + set.grant_ttl
     end
-    redis.call('ZREM', KEYS[set.queues + first.class], id)
+    redis.call('ZREM', set.classes[first.class].queue, id)
     uncount_waiter(set, info.instance)
     put_slot(set, id, score, info.weight)
     put_info(set, id, info.instance, first.class, info.weight, now, info.route)

@@ -9,11 +9,15 @@ do
       grant_ttl = ARGV[at + 3], recovery = ARGV[at + 4], queue = tonumber(ARGV[at + 5]), ageing = ARGV[at + 6],
       keyed = ARGV[at + 7] == '1', shadow = ARGV[at + 8] == '1',
       slots = KEYS[key], meta = KEYS[key + 1], info = KEYS[key + 2],
-      -- Of class c: its queue is KEYS[queues + c]; its name, share and room to wait are ARGV[names + 3 * c] and the next two.
-      classes = tonumber(ARGV[at + 9]), queues = key + 2, names = at + 7,
+      -- The classes that the caller knows, then those that it doesn't (see_others).
+      classes = {}, known = tonumber(ARGV[at + 9]),
       live = tonumber(facts[3 + i] or '0'), till = 0,
     }
-    key, at = key + 3 + set.classes, at + 10 + 3 * set.classes
+    key, at = key + 3, at + 10
+    for class = 1, set.known do
+      set.classes[class] = {queue = KEYS[key], name = ARGV[at], share = ARGV[at + 1], room = tonumber(ARGV[at + 2])}
+      key, at = key + 1, at + 3
+    end
     sets[i] = set
   end
 end
@@ -29,7 +33,36 @@ local function seen_within(instance, time)
 end
 
 local function cap(set, class)
-  return math.min(set.n, math.max(1, math.floor(tonumber(ARGV[set.names + 1 + 3 * class]) * set.n)))
+  return math.min(set.n, math.max(1, math.floor(set.classes[class].share * set.n)))
+end
+
+-- Classes in whose queues others wait, but which the caller doesn't know: they come behind those that it knows. Whoever
+-- puts the first waiter into a queue notes in meta how its class is called, and its share.
+local function see_others(set)
+  set.noted = redis.call('HGET', set.meta, 'queues') or ''
+  local names, shares = {}, {}
+  for name, share in string.gmatch(set.noted, '(%S+) (%S+);') do
+    names[#names + 1], shares[name] = name, share
+  end
+  for class = 1, set.known do shares[set.classes[class].name] = nil end
+  table.sort(names)
+  for _, name in ipairs(names) do
+    if shares[name] then
+      set.classes[#set.classes + 1] = {queue = set.slots .. ':wait:' .. name, name = name, share = shares[name], room = 0}
+    end
+  end
+end
+
+local function note_queue(set, class)
+  local mark = class.name .. ' ' .. class.share .. ';'
+  if string.find(';' .. set.noted, ';' .. mark, 1, true) then return end
+  -- Another share than before is noted instead of that.
+  local noted = ''
+  for name, share in string.gmatch(set.noted, '(%S+) (%S+);') do
+    if name ~= class.name then noted = noted .. name .. ' ' .. share .. ';' end
+  end
+  set.noted = noted .. mark
+  redis.call('HSET', set.meta, 'queues', set.noted)
 end
 
 local function recovering(set)
@@ -114,6 +147,7 @@ local function open(set, meta, used)
   meta = meta or redis.call('HMGET', set.meta, 'slots', 'lease', 'waiting')
   set.n, set.lease, set.waiting = tonumber(meta[1] or nil), tonumber(meta[2] or nil), tonumber(meta[3] or '0')
   set.used = used or redis.call('ZCARD', set.slots)
+  if set.waiting > 0 then see_others(set) end
   local lost = set.live > now and (set.used == 0 or not set.n)
   if not set.n then claim_policy(set) end
   if lost then
@@ -124,7 +158,7 @@ end
 -- Waiters of this class and higher ones.
 local function line(set, class)
   local count = 0
-  for c = 1, class do count = count + redis.call('ZCARD', KEYS[set.queues + c]) end
+  for c = 1, class do count = count + redis.call('ZCARD', set.classes[c].queue) end
   return count
 end
 
@@ -153,7 +187,7 @@ local function remove_slot(set, id, weight)
 end
 
 local function put_info(set, id, instance, class, weight, at, route)
-  local name = ARGV[set.names + 3 * class]
+  local name = set.classes[class].name
   redis.call('HSET', set.info, id, instance .. ' ' .. name .. ' ' .. weight .. ' ' .. at .. ' ' .. route)
 end
 
@@ -174,7 +208,7 @@ local function uncount_waiter(set, instance)
 end
 
 local function dequeue(set, id, class)
-  if redis.call('ZREM', KEYS[set.queues + class], id) == 0 then return false end
+  if redis.call('ZREM', set.classes[class].queue, id) == 0 then return false end
   local info = info_of(set, id)
   redis.call('HDEL', set.info, id)
   uncount_waiter(set, info and info.instance)
@@ -184,9 +218,9 @@ end
 -- After the slots were lowered: waiters that will never fit ask again, and are told so.
 local function drop_too_heavy(set)
   set.lowered = false
-  for class = 1, set.classes do
+  for class = 1, #set.classes do
     local limit = cap(set, class)
-    for _, id in ipairs(redis.call('ZRANGE', KEYS[set.queues + class], 0, -1)) do
+    for _, id in ipairs(redis.call('ZRANGE', set.classes[class].queue, 0, -1)) do
       local info = info_of(set, id)
       if info and info.weight > limit then
         dequeue(set, id, class)
@@ -221,7 +255,7 @@ local function conclude(granted, rest)
       redis.call('PEXPIRE', set.slots, ttl)
       redis.call('PEXPIRE', set.meta, ttl)
       redis.call('PEXPIRE', set.info, ttl)
-      for class = 1, set.classes do redis.call('PEXPIRE', KEYS[set.queues + class], ttl) end
+      for _, class in ipairs(set.classes) do redis.call('PEXPIRE', class.queue, ttl) end
     end
     local none = idle or (set.removed and (set.used == 0 or redis.call('HLEN', set.info) == 0))
     if none or (set.forget_live and set.till == 0) then

@@ -9,8 +9,8 @@ use rustc_hash::{FxHashMap as HashMap, FxHashSet as HashSet};
 use uuid::Uuid;
 
 use super::{
-    Acquire, Beat, CLOCK_SLACK, Context, GRANTS_PER_CALL, LIVE_STEP, Notice, Override, Released,
-    Renew, Renewed, SetSpec, SetState, Shed,
+    Acquire, Beat, CLOCK_SLACK, ClassSpec, Context, GRANTS_PER_CALL, LIVE_STEP, Notice, Override,
+    Released, Renew, Renewed, SetSpec, SetState, Shed,
 };
 
 mod beat;
@@ -27,8 +27,12 @@ pub(super) struct Set {
     used: u32,
     /// What is known of holders and waiters that came through Tidegate. Plain clients have none.
     info: HashMap<Uuid, Info>,
-    /// Per class: ticket → waiter.
+    /// Per class of the table: ticket → waiter.
     wait: Vec<BTreeMap<u64, Uuid>>,
+    /// The classes that the caller knows, then those that only others know.
+    table: Vec<ClassSpec>,
+    /// The caller's, as they came.
+    known: Arc<[ClassSpec]>,
     meta: Meta,
     /// What the operation under way has changed, until [`Set::finish`].
     changed: Changed,
@@ -108,8 +112,8 @@ pub struct SetStatus {
 }
 
 /// The cap of a class: its share of the slots, at least one.
-fn cap(spec: &SetSpec, class: usize, slots: u32) -> u32 {
-    let share = spec.classes.get(class).map_or(1.0, |class| class.share);
+fn cap(classes: &[ClassSpec], class: usize, slots: u32) -> u32 {
+    let share = classes.get(class).map_or(1.0, |class| class.share);
     let part = (share * f64::from(slots)).floor() as u32;
     part.max(1).min(slots)
 }
@@ -120,6 +124,9 @@ impl Set {
     /// Notices a loss, and claims the caller's policy where there is none.
     pub(super) fn open(&mut self, context: &mut Context<'_>, spec: &SetSpec) {
         let live = context.fleet.live.get(&spec.key).copied().unwrap_or(0);
+        if !Arc::ptr_eq(&self.known, &spec.classes) {
+            self.see_as(&spec.classes);
+        }
         let lost = live > context.now && (self.slots.is_empty() || self.meta.slots.is_none());
         if self.meta.slots.is_none() {
             self.claim_policy(context, spec);
@@ -128,6 +135,27 @@ impl Set {
             context.fleet.recovery = context.now;
             context.fleet.live.remove(&spec.key);
         }
+    }
+
+    /// Puts the caller's classes first. Those that it doesn't know come behind them, whoever waits there.
+    fn see_as(&mut self, known: &Arc<[ClassSpec]>) {
+        let is_known = |class: &ClassSpec| known.iter().any(|known| known.name == class.name);
+        let others = self.table.iter().filter(|class| !is_known(class)).cloned();
+        let mut others = Vec::from_iter(others);
+        others.sort_by(|a, b| a.name.cmp(&b.name));
+        let before =
+            std::mem::replace(&mut self.table, known.iter().cloned().chain(others).collect());
+        let place = |class: &ClassSpec| self.table.iter().position(|new| new.name == class.name);
+        let places: Vec<usize> = before.iter().filter_map(place).collect();
+        let mut queues = vec![BTreeMap::new(); self.table.len()];
+        for (queue, &place) in self.wait.drain(..).zip(&places) {
+            queues[place] = queue;
+        }
+        self.wait = queues;
+        for info in self.info.values_mut() {
+            info.class = places[info.class];
+        }
+        self.known = Arc::clone(known);
     }
 
     /// What a heartbeat does beyond [`Set::open`].
@@ -205,13 +233,13 @@ impl Set {
     }
 
     /// After the slots were lowered: waiters that will never fit ask again, and are told so.
-    pub(super) fn drop_too_heavy(&mut self, context: &mut Context<'_>, spec: &SetSpec) {
+    pub(super) fn drop_too_heavy(&mut self, context: &mut Context<'_>) {
         let slots = self.meta.slots.unwrap_or(0);
         if !std::mem::take(&mut self.changed.lowered) {
             return;
         }
         for class in 0..self.wait.len() {
-            let cap = cap(spec, class, slots);
+            let cap = cap(&self.table, class, slots);
             let heavy = |id: &Uuid| self.info.get(id).is_some_and(|info| info.weight > cap);
             let heavy: Vec<Uuid> =
                 self.wait[class].values().filter(|id| heavy(id)).copied().collect();
@@ -301,7 +329,7 @@ impl Set {
             return would.map_or(Take::Taken, Take::Shadowed);
         }
         let (class, slots) = (acquire.ask.class, self.meta.slots.unwrap_or(0));
-        let cap = cap(spec, class, slots);
+        let cap = cap(&spec.classes, class, slots);
         if slots > 0 && weight > cap {
             return Take::Shed(Shed::TooHeavy);
         }
@@ -318,7 +346,7 @@ impl Set {
             return self.take_by_turn(context, spec, acquire, weight, room);
         }
         if room || self.displace_for(context, spec, acquire) {
-            self.enqueue(context, spec, acquire, weight);
+            self.enqueue(context, acquire, weight);
             return Take::Waiting { queue: self.line(class) };
         }
         Take::Shed(self.no_room(context, spec, acquire))
@@ -339,7 +367,7 @@ impl Set {
         weight: u32,
     ) -> Option<Shed> {
         let slots = self.meta.slots.unwrap_or(0);
-        let cap = cap(spec, acquire.ask.class, slots);
+        let cap = cap(&spec.classes, acquire.ask.class, slots);
         if slots > 0 && weight > cap {
             return Some(Shed::TooHeavy);
         }
@@ -403,7 +431,7 @@ impl Set {
         room: bool,
     ) -> Take {
         let (id, class) = (acquire.ask.id, acquire.ask.class);
-        self.enqueue(context, spec, acquire, weight);
+        self.enqueue(context, acquire, weight);
         self.grant(context, spec);
         if self.slots.contains_key(&id) {
             context.tell_by_outcome(id);
@@ -416,15 +444,12 @@ impl Set {
         Take::Shed(self.no_room(context, spec, acquire))
     }
 
-    fn enqueue(&mut self, context: &Context<'_>, spec: &SetSpec, acquire: &Acquire, weight: u32) {
+    fn enqueue(&mut self, context: &Context<'_>, acquire: &Acquire, weight: u32) {
         // Above every standing ticket, also where the counter was lost: order survives.
         let standing =
             || self.wait.iter().filter_map(|queue| queue.keys().next_back()).max().copied();
         let ticket = self.meta.ticket.or_else(standing).unwrap_or(0) + 1;
         self.meta.ticket = Some(ticket);
-        if self.wait.len() < spec.classes.len() {
-            self.wait.resize_with(spec.classes.len(), BTreeMap::new);
-        }
         self.wait[acquire.ask.class].insert(ticket, acquire.ask.id);
         let began = context.now - acquire.waited;
         self.info.insert(acquire.ask.id, Info::of(context, acquire, weight, began, ticket));

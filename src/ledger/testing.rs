@@ -15,7 +15,8 @@ pub(crate) enum Part {
     Slots,
     Meta,
     Info,
-    Wait(usize),
+    /// The queue of this class.
+    Wait(&'static str),
 }
 
 impl Ledger {

@@ -147,9 +147,8 @@ impl SlotStore for MemoryStore {
 
     fn status<'a>(&'a self, spec: &'a SetSpec) -> BoxFuture<'a, Result<SetStatus, StoreError>> {
         let ledger = self.ledger();
-        let mut status = ledger.status(self.now(), &spec.key).unwrap_or_default();
+        let status = ledger.status(self.now(), spec);
         drop(ledger);
-        status.waiting.resize(spec.classes.len(), (0, 0));
         Box::pin(std::future::ready(Ok(status)))
     }
 }

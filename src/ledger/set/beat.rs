@@ -24,6 +24,11 @@ impl Set {
         self.settle_policy(context);
     }
 
+    pub(super) fn queue_of(&self, class: &str) -> Option<&BTreeMap<u64, Uuid>> {
+        let place = self.table.iter().position(|known| &*known.name == class)?;
+        self.wait.get(place)
+    }
+
     /// Nobody holds and nobody waits.
     pub(in crate::ledger) fn is_idle(&self) -> bool {
         self.slots.is_empty() && self.meta.waiting == 0
@@ -143,7 +148,12 @@ impl Set {
         }
     }
 
-    pub(in crate::ledger) fn status(&self, now: i64, recovery: i64) -> SetStatus {
+    pub(in crate::ledger) fn status(
+        &self,
+        now: i64,
+        recovery: i64,
+        classes: &[ClassSpec],
+    ) -> SetStatus {
         let mut by_instance = HashMap::default();
         let oldest_valid = now - self.meta.lease;
         let mut used = 0;
@@ -163,7 +173,11 @@ impl Set {
         SetStatus {
             slots: self.meta.slots.unwrap_or(0),
             used,
-            waiting: self.wait.iter().map(|queue| (queue.len() as u32, oldest(queue))).collect(),
+            waiting: classes
+                .iter()
+                .map(|class| self.queue_of(&class.name))
+                .map(|queue| queue.map_or((0, 0), |queue| (queue.len() as u32, oldest(queue))))
+                .collect(),
             by_instance,
             recovery,
         }

@@ -48,9 +48,10 @@ impl Set {
             .collect();
         heads.sort_unstable();
         for head in heads {
-            let mut cap_now = cap(spec, head.class, slots);
-            if head.effective < head.class {
-                let aged = cap(spec, head.effective, slots).min(slots).min((slots.max(2)) - 1);
+            let mut cap_now = cap(&self.table, head.class, slots);
+            if head.effective < self.level(head.class) {
+                let aged =
+                    cap(&self.table, head.effective, slots).min(slots).min((slots.max(2)) - 1);
                 cap_now = cap_now.max(aged);
             }
             if self.used + head.weight <= cap_now {
@@ -62,6 +63,11 @@ impl Set {
             }
         }
         None
+    }
+
+    /// Classes that the caller doesn't know are one level, the last.
+    fn level(&self, class: usize) -> usize {
+        class.min(self.known.len())
     }
 
     /// The first waiter of a class whose instance lives and hears. Waiters of the dead are dropped on the way.
@@ -83,7 +89,8 @@ impl Set {
                         continue;
                     }
                     let waited = (context.now - info.at).max(0);
-                    let effective = class.saturating_sub((waited / spec.ageing) as usize);
+                    let aged = (waited / spec.ageing) as usize;
+                    let effective = self.level(class).saturating_sub(aged);
                     return Some(Head {
                         effective,
                         ticket,

@@ -20,14 +20,14 @@ impl Set {
         into.insert(format!("{} slots", spec.key), slots);
         into.insert(format!("{} meta", spec.key), self.dump_meta());
         let infos = self.info.iter().map(|(id, info)| {
-            let class = &spec.classes[info.class].name;
+            let class = &self.table[info.class].name;
             let text =
                 format!("{} {class} {} {} {}", info.instance, info.weight, info.at, info.route);
             (id.to_string(), text)
         });
         into.insert(format!("{} info", spec.key), infos.collect());
-        for (class, ClassSpec { name, .. }) in spec.classes.iter().enumerate() {
-            let queue = self.wait.get(class).into_iter().flatten();
+        for ClassSpec { name, .. } in spec.classes.iter() {
+            let queue = self.queue_of(name).into_iter().flatten();
             let queue = queue.map(|(ticket, id)| (id.to_string(), ticket.to_string())).collect();
             into.insert(format!("{} wait {name}", spec.key), queue);
         }
@@ -79,8 +79,8 @@ impl Set {
             Part::Meta => self.meta = super::Meta::default(),
             Part::Info => self.info.clear(),
             Part::Wait(class) => {
-                if let Some(queue) = self.wait.get_mut(class) {
-                    queue.clear();
+                if let Some(place) = self.table.iter().position(|known| &*known.name == class) {
+                    self.wait[place].clear();
                 }
             }
             Part::Fleet | Part::Instances => unreachable!("not of a set"),

@@ -52,6 +52,10 @@ on_both_stores! {
     lost_infos_heal
     a_lost_queue_heals
     zero_slots_admit_nobody_until_raised
+    a_class_that_the_caller_does_not_know_is_served_last
+    a_lost_meta_hides_no_class_for_long
+    the_heaviest_weight_is_taken_and_given_back
+    two_in_one_call_are_two_in_a_rate
 }
 
 async fn an_id_is_never_counted_twice(rig: Rig) {
@@ -460,11 +464,82 @@ async fn a_lost_queue_heals(rig: Rig) {
     let (holder, waiter) = (ask(&set), ask(&set));
     me.acquire(&holder).await;
     me.acquire(&waiter).await;
-    rig.lose(&set, Part::Wait(1)).await;
+    rig.lose(&set, Part::Wait("normal")).await;
     let state = me.beat(&[&set]).await.sets[0].clone();
     assert_eq!((state.waiting, state.mine), (0, 0));
     assert_eq!(me.acquire_again(&waiter).await, Acquired::Waiting { at: 0, queue: 1 });
     assert_eq!(me.release(&holder).await.1, [waiter.id]);
+}
+
+/// The same semaphore by a configuration whose classes are these.
+fn seen_by(set: &SetSpec, names: &[&str]) -> Arc<SetSpec> {
+    let class = |name: &&str| ClassSpec { name: Arc::from(*name), share: 1.0, queue: u32::MAX };
+    Arc::new(SetSpec { classes: names.iter().map(class).collect(), ..set.clone() })
+}
+
+async fn a_class_that_the_caller_does_not_know_is_served_last(rig: Rig) {
+    let (ours, theirs) = (seen_by(&set(1), &["high", "low"]), seen_by(&set(1), &["odd", "high"]));
+    let (me, mut other) = (rig.instance().await, rig.instance().await);
+    rig.subscribe(&mut other).await;
+    let holder = ask_as(&ours, 0, 1);
+    assert_eq!(me.acquire(&holder).await, Acquired::Granted);
+    // First over there, and first in line.
+    let odd = ask_as(&theirs, 0, 1);
+    assert_eq!(other.acquire(&odd).await, Acquired::Waiting { at: 0, queue: 1 });
+    let low = ask_as(&ours, 1, 1);
+    assert_eq!(me.acquire(&low).await, Acquired::Waiting { at: 0, queue: 1 });
+    // A heartbeat of one who doesn't know the class doesn't lose who waits there.
+    assert_eq!(me.beat(&[&ours]).await.sets[0].waiting, 2);
+    assert_eq!(me.release(&holder).await.1, [low.id]);
+    assert!(me.release(&low).await.1.is_empty());
+    other.hears(Event::Granted(odd.id)).await;
+    assert_eq!(other.acquire_again(&odd).await, Acquired::Granted);
+    // Nor does one whose own class it is serve it last.
+    let low = ask_as(&ours, 1, 1);
+    assert_eq!(me.acquire(&low).await, Acquired::Waiting { at: 0, queue: 1 });
+    let next = ask_as(&theirs, 0, 1);
+    other.acquire(&next).await;
+    assert_eq!(other.release(&odd).await.1, [next.id]);
+}
+
+async fn a_lost_meta_hides_no_class_for_long(rig: Rig) {
+    let (ours, theirs) = (seen_by(&set(1), &["high"]), seen_by(&set(1), &["high", "odd"]));
+    let (me, other) = (rig.instance().await, rig.instance().await);
+    let (holder, odd) = (ask_as(&ours, 0, 1), ask_as(&theirs, 1, 1));
+    me.acquire(&holder).await;
+    other.acquire(&odd).await;
+    rig.lose(&ours, Part::Meta).await;
+    other.beat(&[&theirs]).await;
+    assert_eq!(me.beat(&[&ours]).await.sets[0].waiting, 1);
+    me.release(&holder).await;
+    assert_eq!(other.beat(&[&theirs]).await.pending, [odd.id]);
+}
+
+async fn the_heaviest_weight_is_taken_and_given_back(rig: Rig) {
+    let (set, me) = (Arc::new(set(1_500)), rig.instance().await);
+    // As heavy as a configuration may say.
+    let (first, second) = (ask_as(&set, 1, 1_000), ask_as(&set, 1, 1_000));
+    assert_eq!(me.acquire(&first).await, Acquired::Granted);
+    assert_eq!(rig.used(&set).await, 1_000);
+    assert_eq!(me.acquire(&second).await, Acquired::Waiting { at: 0, queue: 1 });
+    assert_eq!(me.renew(&first, false).await.renewed, [Renewed::Kept]);
+    assert_eq!(me.release(&first).await, (Released::Released, vec![second.id]));
+    assert_eq!(rig.used(&set).await, 1_000);
+    assert_eq!(me.release(&second).await.0, Released::Released);
+    assert_eq!(rig.used(&set).await, 0);
+}
+
+async fn two_in_one_call_are_two_in_a_rate(rig: Rig) {
+    let me = rig.instance().await;
+    let rate = RateSpec { key: "rate".into(), requests: 2, window: 60_000, shadow: false, rate: 0 };
+    let of_rate =
+        || Ask { rates: [rate.clone()].into(), wants: Arc::from([]), ..ask(&Arc::new(set(1))) };
+    let acquire = || Acquire { ask: of_rate(), waited: 0, may_wait: true, again: false };
+    let call = Call { acquires: vec![acquire(), acquire(), acquire()], ..Call::default() };
+    let outcomes = me.call(&call).await.unwrap().acquires.unwrap().outcomes;
+    let after = Shed::RateLimited { after: 60_001 };
+    let refused = Acquired::Shed { by: Refuser::Rate(0), why: after };
+    assert_eq!(outcomes, [Acquired::Granted, Acquired::Granted, refused]);
 }
 
 async fn zero_slots_admit_nobody_until_raised(rig: Rig) {

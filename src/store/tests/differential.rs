@@ -93,7 +93,8 @@ struct Pair {
     link: Arc<dyn Link>,
     raw: MultiplexedConnection,
     keys: Keys,
-    classes: Arc<[ClassSpec]>,
+    /// Per instance, and behind them all there are.
+    classes: Vec<Arc<[ClassSpec]>>,
     instances: Vec<Instance>,
     plain: Vec<(usize, Uuid)>,
     /// Whether the second set is in shadow mode.
@@ -137,7 +138,7 @@ impl Pair {
             _server: server,
             raw,
             keys: Keys::new(PREFIX),
-            classes: bounded_classes(),
+            classes: vec![some_classes(0), some_classes(0), some_classes(1), some_classes(2)],
             plain: Vec::new(),
             shadow: false,
             heard,
@@ -309,7 +310,7 @@ impl Pair {
             ageing: [30, 50, 20][set],
             keyed: false,
             shadow: set == 1 && self.shadow,
-            classes: Arc::clone(&self.classes),
+            classes: Arc::clone(&self.classes[who]),
             limit: set,
         })
     }
@@ -438,7 +439,7 @@ impl Pair {
 
     async fn lose(&mut self) {
         let set = self.rng.usize(..SETS);
-        let (part, key) = match self.rng.usize(..8) {
+        let (part, key) = match self.rng.usize(..9) {
             0 => (Part::Fleet, self.keys.fleet.clone()),
             1 => (Part::Instances, self.keys.instances.clone()),
             n => {
@@ -446,13 +447,18 @@ impl Pair {
                     Part::Slots,
                     Part::Meta,
                     Part::Info,
-                    Part::Wait(0),
-                    Part::Wait(1),
-                    Part::Wait(2),
+                    Part::Wait("high"),
+                    Part::Wait("normal"),
+                    Part::Wait("low"),
+                    Part::Wait("odd"),
                 ][n - 2];
                 (part, self.keys_of(set)[n - 2].clone())
             }
         };
+        // With meta goes what is noted of queues; who waits where not all know is found again by those alone who do.
+        if part == Part::Meta && self.is_waited_for_where_not_all_know(set) {
+            return;
+        }
         self.note(format!("lose {part:?} of set{set}"));
         redis::cmd("DEL").arg(key).exec_async(&mut self.raw).await.unwrap();
         self.ledger.lose(&format!("set{set}"), part);
@@ -509,26 +515,32 @@ impl Pair {
         let before = self.now().await;
         let theirs = self.store.status(&spec).await.unwrap();
         let after = self.now().await;
-        let ours = (before..=after).map(|now| {
-            let mut ours = self.ledger.status(now, &spec.key).unwrap_or_default();
-            ours.waiting.resize(self.classes.len(), (0, 0));
-            ours
-        });
-        let ours: Vec<String> = ours.map(|ours| status_text(&ours)).collect();
+        let ours = (before..=after).map(|now| status_text(&self.ledger.status(now, &spec)));
+        let ours: Vec<String> = ours.collect();
         let theirs = status_text(&theirs);
         assert!(ours.contains(&theirs), "{ours:?}\n{theirs}\n{}", self.story());
     }
 
     fn keys_of(&self, set: usize) -> Vec<String> {
         let mut keys = Vec::new();
-        self.keys.of_set(&self.spec(0, set), |key| keys.push(key.to_owned()));
+        self.keys.of_set(&self.whole_spec(set), |key| keys.push(key.to_owned()));
         keys
+    }
+
+    /// With every class that anyone knows.
+    fn whole_spec(&self, set: usize) -> SetSpec {
+        SetSpec { classes: Arc::clone(&self.classes[INSTANCES]), ..(*self.spec(0, set)).clone() }
+    }
+
+    fn is_waited_for_where_not_all_know(&self, set: usize) -> bool {
+        let dump = self.ledger.dump(&[&self.whole_spec(set)]);
+        ["normal", "odd"].iter().any(|class| !dump[&format!("set{set} wait {class}")].is_empty())
     }
 
     async fn compare(&mut self) {
         let theirs = self.dump_redis().await;
-        let specs: Vec<Arc<SetSpec>> = (0..SETS).map(|set| self.spec(0, set)).collect();
-        let mut ours = self.ledger.dump(&Vec::from_iter(specs.iter().map(|spec| &**spec)));
+        let specs: Vec<SetSpec> = (0..SETS).map(|set| self.whole_spec(set)).collect();
+        let mut ours = self.ledger.dump(&Vec::from_iter(&specs));
         for fields in ours.values_mut() {
             fields.retain(significant);
         }
@@ -558,7 +570,8 @@ impl Pair {
         sorted(&mut pipeline, &self.keys.instances);
         for set in 0..SETS {
             let keys = self.keys_of(set);
-            let kinds = ["slots", "meta", "info", "wait high", "wait normal", "wait low"];
+            let kinds =
+                ["slots", "meta", "info", "wait high", "wait normal", "wait low", "wait odd"];
             for (key, kind) in keys.iter().zip(kinds) {
                 names.push(format!("set{set} {kind}"));
                 match kind {
@@ -597,11 +610,16 @@ impl Pair {
     }
 }
 
-/// The lowest class has hardly room to wait.
-fn bounded_classes() -> Arc<[ClassSpec]> {
-    let mut classes = classes().to_vec();
-    classes[2].queue = 2;
-    classes.into()
+/// The lowest class has hardly room to wait, and the last instance knows others than the first.
+fn some_classes(which: usize) -> Arc<[ClassSpec]> {
+    let [high, normal, mut low]: [ClassSpec; 3] = classes().to_vec().try_into().unwrap();
+    low.queue = 2;
+    let odd = ClassSpec { name: "odd".into(), share: 0.75, queue: 3 };
+    match which {
+        0 => [high, normal, low].into(),
+        1 => [odd, high, low].into(),
+        _ => [high, normal, low, odd].into(),
+    }
 }
 
 type Heard = Arc<Mutex<Vec<(Uuid, Uuid, Notice)>>>;
@@ -634,10 +652,10 @@ async fn listen(store: &RedisStore, id: Uuid, heard: &Heard) {
     is_subscribed.recv().await.unwrap();
 }
 
-/// A counter that is zero may be there or not.
+/// A counter that is zero may be there or not; how queues are called is only Redis's concern.
 fn significant(field: &String, value: &mut String) -> bool {
     let counter = field == "waiting" || field == "swept" || field.starts_with("waiters:");
-    !(counter && value == "0")
+    !(counter && value == "0") && field != "queues"
 }
 
 /// Without the times, which depend on when exactly one looks.

@@ -99,7 +99,7 @@ impl Rig {
             Part::Slots => &of_set[0],
             Part::Meta => &of_set[1],
             Part::Info => &of_set[2],
-            Part::Wait(class) => &of_set[3 + class],
+            Part::Wait(class) => of_set.iter().find(|key| key.ends_with(class)).unwrap(),
         };
         assert_eq!(self.raw::<u32>(&["DEL", key]).await, 1, "there was no {part:?}");
     }
