@@ -3,13 +3,10 @@
 -- Guarantees: an id is never counted twice; nobody passes a waiter; after "full", "recovering" or "too heavy"
 -- nothing of the request is kept anywhere.
 --
--- KEYS: 1 fleet  2 instances  then for each set: slots, meta, info, one wait queue for each class; then the rates
--- ARGV: 1 instance  2 epoch  3 run id  4 gap ms  5 presence ms  6 channel prefix  7 number of sets
---       then for each set: name, slots, lease ms, grant ttl ms, recovery ms, queue size, ageing ms, keyed (0 | 1),
---       shadow (0 | 1), number of classes, and name, share and queue size of each class
---       then for each request: id, route, class (from 1), waited ms, may wait (0 | 1), again (0 | 1),
---       number of rates, and index in KEYS, requests, window ms and shadow (0 | 1) of each rate,
---       number of wants, and set (from 1) and weight of each want
+-- KEYS and ARGV of every writing script: see shared/enter.lua
+-- ARGV then for each group of requests that ask alike: what they ask, how many they are, and their ids. What they ask:
+--       class (from 1), may wait (0 | 1), again (0 | 1), waited ms, then index in KEYS, requests, window ms and shadow
+--       (0 | 1) of each rate; behind a semicolon set (from 1) and weight of each want; behind another the route
 -- Returns: {-1} if the caller has a newer connection, else
 --       {now, start of recovery, number of granted, granted ids …, number of displaced, displaced ids …,
 --        then for each request: code, what of it, by what}
@@ -141,8 +138,7 @@ local function take(set, ask, weight)
 end
 
 -- A sliding window log. Counts a request, or says when it would fit. One exactly a window old still counts.
-local function pass_rate(ask, first)
-  local key, requests, window = KEYS[tonumber(ARGV[first])], tonumber(ARGV[first + 1]), tonumber(ARGV[first + 2])
+local function pass_rate(ask, key, requests, window)
   redis.call('ZREMRANGEBYSCORE', key, '-inf', '(' .. (now - window))
   if ask.again and redis.call('ZSCORE', key, ask.id) then return 0, 0 end
   local over = redis.call('ZCARD', key) - requests
@@ -155,37 +151,40 @@ local function pass_rate(ask, first)
   return 0, 0
 end
 
-local function refund(ask, first, rates)
-  for r = 1, rates do redis.call('ZREM', KEYS[tonumber(ARGV[first + 4 * r - 4])], ask.id) end
+-- Takes the entry out of the rates up to the place of this one.
+local function refund(ask, last_place)
+  for place = 1, last_place, 4 do redis.call('ZREM', KEYS[ask.rates[place]], ask.id) end
 end
 
 -- Takes one request through its rates and wants. Returns a code, what of it, and by what.
-local function acquire_one(ask, first_rate, rates, first_want, wants)
+local function acquire_one(ask)
+  local rates, wants = ask.rates, ask.wants
   local shadow, shadow_detail, shadow_by
-  for r = 1, rates do
-    local code, detail = pass_rate(ask, first_rate + 4 * r - 4)
-    if code > 0 and ARGV[first_rate + 4 * r - 1] == '1' then
-      if not shadow then shadow, shadow_detail, shadow_by = code + 10, detail, -r end
+  for r = 1, #rates, 4 do
+    local code, detail = pass_rate(ask, KEYS[rates[r]], rates[r + 1], rates[r + 2])
+    local by = -(r + 3) / 4
+    if code > 0 and rates[r + 3] == 1 then
+      if not shadow then shadow, shadow_detail, shadow_by = code + 10, detail, by end
     elseif code > 0 then
-      refund(ask, first_rate, r - 1)
-      return code, detail, -r
+      refund(ask, r - 1)
+      return code, detail, by
     end
   end
-  for w = 1, wants do
-    local set, weight = sets[tonumber(ARGV[first_want + 2 * w - 2])], tonumber(ARGV[first_want + 2 * w - 1])
-    local code, detail = take(set, ask, weight)
-    if code == 1 then return 1, detail, w - 1 end
+  for w = 1, #wants, 2 do
+    local code, detail = take(sets[wants[w]], ask, wants[w + 1])
+    local by = (w - 1) / 2
+    if code == 1 then return 1, detail, by end
     if code > 10 then
-      if not shadow then shadow, shadow_detail, shadow_by = code, detail, w - 1 end
+      if not shadow then shadow, shadow_detail, shadow_by = code, detail, by end
     elseif code > 0 then
       -- Refused, so it gives back what its first wants took.
-      for earlier = 1, w - 1 do
-        local held = sets[tonumber(ARGV[first_want + 2 * earlier - 2])]
-        give_back(held, ask.id, ask.class, tonumber(ARGV[first_want + 2 * earlier - 1]), true)
+      for earlier = 1, w - 1, 2 do
+        local held = sets[wants[earlier]]
+        give_back(held, ask.id, ask.class, wants[earlier + 1], true)
         grant(held)
       end
-      refund(ask, first_rate, rates)
-      return code, detail, w - 1
+      refund(ask, #rates)
+      return code, detail, by
     end
   end
   return shadow or 0, shadow_detail or 0, shadow_by or 0
@@ -193,17 +192,18 @@ end
 
 local outcomes = {}
 while arg <= #ARGV do
-  local ask = {
-    id = ARGV[arg], route = ARGV[arg + 1], class = tonumber(ARGV[arg + 2]), waited = ARGV[arg + 3],
-    may_wait = ARGV[arg + 4] == '1', again = ARGV[arg + 5] == '1',
-  }
-  local rates = tonumber(ARGV[arg + 6])
-  local first_rate = arg + 7
-  local first_want = first_rate + 4 * rates + 1
-  local wants = tonumber(ARGV[first_want - 1])
-  local code, detail, by = acquire_one(ask, first_rate, rates, first_want, wants)
-  outcomes[#outcomes + 1], outcomes[#outcomes + 2], outcomes[#outcomes + 3] = code, detail, by
-  arg = first_want + 2 * wants
+  local head, wants, route = string.match(ARGV[arg], '^([^;]*);([^;]*);(.*)$')
+  local class, may_wait, again, waited, rates = string.match(head, '^(%d+) (%d) (%d) (%d+)(.*)$')
+  rates, wants = numbers(rates), numbers(wants)
+  local last_id = arg + 1 + ARGV[arg + 1]
+  for i = arg + 2, last_id do
+    local code, detail, by = acquire_one({
+      id = ARGV[i], class = tonumber(class), may_wait = may_wait == '1', again = again == '1', waited = waited,
+      rates = rates, wants = wants, route = route,
+    })
+    outcomes[#outcomes + 1], outcomes[#outcomes + 2], outcomes[#outcomes + 3] = code, detail, by
+  end
+  arg = last_id + 1
 end
 
 local rest = {#displaced}

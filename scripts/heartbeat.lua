@@ -4,7 +4,7 @@
 -- Guarantees: a holder that really runs is counted again, above N if need be; one whose lease was still valid starts
 -- a recovery, since others may be missing too.
 --
--- KEYS and ARGV 1 to 7 and the sets: as in acquire.lua; the sets are distinct
+-- KEYS and ARGV of every writing script: see shared/enter.lua; the sets are distinct
 -- ARGV then: subscribed (0 | 1), leaving (0 | 1), and for each set: the override that the caller remembers (or an empty
 --       text), an operator's order (slots, - to end it, or an empty text), number of renewals, and for each of them
 --       id, route, class (from 1), weight, lapsed (0 | 1)

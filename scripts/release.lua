@@ -2,9 +2,9 @@
 --
 -- Guarantees: idempotent; an id that is unknown frees nothing; each id by itself; the limit isn't read for it.
 --
--- KEYS and ARGV 1 to 7 and the sets: as in acquire.lua
--- ARGV then for each id: id, class (from 1), queued (0 | 1), number of rates to refund, and index in KEYS of each,
---       number of wants, and set (from 1) and weight of each want
+-- KEYS and ARGV of every writing script: see shared/enter.lua
+-- ARGV then for each group of ids that are alike: what they are, how many, and the ids. What they are: class (from 1),
+--       queued (0 | 1), index in KEYS of each rate to refund; behind a semicolon set (from 1) and weight of each want
 -- Returns: {-1} if the caller has a newer connection, else
 --       {now, start of recovery, number of granted, granted ids …, then for each id a code}
 --       with code 0 released, 1 dequeued, 2 unknown
@@ -13,17 +13,19 @@ for _, set in ipairs(sets) do open(set, meta, used) end
 
 local outcomes = {}
 while arg <= #ARGV do
-  local id, class, queued, rates = ARGV[arg], tonumber(ARGV[arg + 1]), ARGV[arg + 2] == '1', tonumber(ARGV[arg + 3])
-  for r = 1, rates do redis.call('ZREM', KEYS[tonumber(ARGV[arg + 3 + r])], id) end
-  local first = arg + rates + 5
-  local wants, outcome = tonumber(ARGV[first - 1]), 2
-  for w = 1, wants do
-    local set = sets[tonumber(ARGV[first + 2 * w - 2])]
-    local one = give_back(set, id, class, tonumber(ARGV[first + 2 * w - 1]), queued)
-    if outcome == 2 then outcome = one end
+  local class, queued, rates, wants = string.match(ARGV[arg], '^(%d+) (%d)([^;]*);(.*)$')
+  class, queued, rates, wants = tonumber(class), queued == '1', numbers(rates), numbers(wants)
+  local last_id = arg + 1 + ARGV[arg + 1]
+  for i = arg + 2, last_id do
+    local id, outcome = ARGV[i], 2
+    for _, rate in ipairs(rates) do redis.call('ZREM', KEYS[rate], id) end
+    for w = 1, #wants, 2 do
+      local one = give_back(sets[wants[w]], id, class, wants[w + 1], queued)
+      if outcome == 2 then outcome = one end
+    end
+    outcomes[#outcomes + 1] = outcome
   end
-  outcomes[#outcomes + 1] = outcome
-  arg = first + 2 * wants
+  arg = last_id + 1
 end
 
 for _, set in ipairs(sets) do grant(set) end

@@ -183,7 +183,10 @@ impl Ledger {
         let recovery = self.fleet.as_ref().map_or(0, |fleet| fleet.recovery);
         match self.sets.get(&spec.key) {
             Some(set) => set.status(now, recovery, &spec.classes),
-            None => SetStatus { waiting: vec![(0, 0); spec.classes.len()], ..SetStatus::default() },
+            None => {
+                let waiting = vec![(0, 0); spec.classes.len()];
+                SetStatus { waiting, recovery, ..SetStatus::default() }
+            }
         }
     }
 

@@ -1,6 +1,13 @@
 -- Shared by all writing scripts: who calls, the fence, the fleet's own signs of a loss.
--- Leaves behind: now, fleet, instances, me, run, presence, channel, last, recovery, facts (from the fourth on: live_until of
--- each set), fleet_writes, and arg (the first ARGV behind the sets).
+--
+-- KEYS: 1 fleet  2 instances  then the slots of each set, whose other keys are named after them; then the rates
+-- ARGV: 1 instance  2 epoch  3 gap ms  4 run id, presence ms and channel prefix  5 number of sets
+--       then for each set: name, and its policy: keyed (0 | 1), shadow (0 | 1), recovery ms, slots, lease ms, grant ttl ms,
+--       queue size and ageing ms, and behind a semicolon each: name, share and queue size of each class
+-- What belongs together is one text, since each argument costs the server as much as a look into a table.
+--
+-- Leaves behind: now, fleet, instances, me, last, recovery, facts (from the fourth on: live_until of each set),
+-- fleet_writes, set_count, and arg (the first ARGV behind the sets).
 
 local CLOCK_SLACK = 1000
 -- The fleet's last sign of life, and a set's live_until, needn't be exact: they are rewritten when they are off by this.
@@ -12,14 +19,10 @@ local time = redis.call('TIME')
 local now_text = time[1] .. string.sub('00000' .. time[2], -6, -4)
 local now = tonumber(now_text)
 local fleet, instances = KEYS[1], KEYS[2]
-local me, epoch, run = ARGV[1], tonumber(ARGV[2]), ARGV[3]
-local gap, presence, channel = tonumber(ARGV[4]), tonumber(ARGV[5]), ARGV[6]
+local me, epoch, gap, set_count = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3]), tonumber(ARGV[5])
 
-local facts, arg = {'last', 'recovery', 'epoch:' .. me}, 8
-for i = 1, tonumber(ARGV[7]) do
-  facts[3 + i] = 'live:' .. ARGV[arg]
-  arg = arg + 10 + 3 * ARGV[arg + 9]
-end
+local facts, arg = {'last', 'recovery', 'epoch:' .. me}, 6 + 2 * set_count
+for i = 1, set_count do facts[3 + i] = 'live:' .. ARGV[4 + 2 * i] end
 facts = redis.call('HMGET', fleet, unpack(facts))
 local newest = tonumber(facts[3] or '0')
 if epoch < newest then return {-1} end
@@ -34,7 +37,7 @@ if epoch > newest then
   fleet_writes[#fleet_writes + 1], fleet_writes[#fleet_writes + 2] = 'epoch:' .. me, epoch
 end
 if not last then
-  fleet_writes[#fleet_writes + 1], fleet_writes[#fleet_writes + 2] = 'run', run
+  fleet_writes[#fleet_writes + 1], fleet_writes[#fleet_writes + 2] = 'run', string.match(ARGV[4], '^%S*')
   redis.call('ZADD', instances, now, me)
   recovery = now
 elseif now < last - CLOCK_SLACK or now - last > gap then

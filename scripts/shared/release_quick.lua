@@ -1,18 +1,25 @@
 -- Shared by release alone: its short way. No id was ever in a queue.
 
 local function release_quick()
-  for at = arg, #ARGV, 7 do
-    if ARGV[at + 2] ~= '0' or ARGV[at + 3] ~= '0' or ARGV[at + 4] ~= '1' or ARGV[at + 6] ~= '1' then return nil end
+  local at = arg
+  while at <= #ARGV do
+    if not string.find(ARGV[at], '^%d+ 0;1 1$') then return nil end
+    at = at + 2 + ARGV[at + 1]
   end
   local answer, gone = {now, recovery, 0}, {}
-  for at = arg, #ARGV, 7 do
-    local released = redis.call('ZREM', KEYS[3], ARGV[at])
-    if released == 1 then gone[#gone + 1] = ARGV[at] end
-    answer[#answer + 1] = released == 1 and 0 or 2
+  at = arg
+  while at <= #ARGV do
+    local last_id = at + 1 + ARGV[at + 1]
+    for i = at + 2, last_id do
+      local released = redis.call('ZREM', KEYS[3], ARGV[i])
+      if released == 1 then gone[#gone + 1] = ARGV[i] end
+      answer[#answer + 1] = released == 1 and 0 or 2
+    end
+    at = last_id + 1
   end
   if #gone > 0 then
-    redis.call('HDEL', KEYS[5], unpack(gone))
-    if used == #gone or redis.call('HLEN', KEYS[5]) == 0 then redis.call('HDEL', fleet, 'live:' .. ARGV[8]) end
+    redis.call('HDEL', info, unpack(gone))
+    if used == #gone or redis.call('HLEN', info) == 0 then redis.call('HDEL', fleet, 'live:' .. ARGV[6]) end
   end
   if #fleet_writes > 0 then redis.call('HSET', fleet, unpack(fleet_writes)) end
   return answer

@@ -1,25 +1,34 @@
 -- Shared by all writing scripts: one semaphore's policy, loss, purge; take and give back; the end of an operation.
 
+local run, presence, channel = string.match(ARGV[4], '^(%S*) (%d+) (.*)$')
+presence = tonumber(presence)
+
 local sets = {}
-do
-  local key, at = 3, 8
-  for i = 1, tonumber(ARGV[7]) do
-    local set = {
-      name = ARGV[at], claim = ARGV[at + 1] .. ' ' .. ARGV[at + 2], claimed = tonumber(ARGV[at + 1]),
-      grant_ttl = ARGV[at + 3], recovery = ARGV[at + 4], queue = tonumber(ARGV[at + 5]), ageing = ARGV[at + 6],
-      keyed = ARGV[at + 7] == '1', shadow = ARGV[at + 8] == '1',
-      slots = KEYS[key], meta = KEYS[key + 1], info = KEYS[key + 2],
-      -- The classes that the caller knows, then those that it doesn't (see_others).
-      classes = {}, known = tonumber(ARGV[at + 9]),
-      live = tonumber(facts[3 + i] or '0'), till = 0,
-    }
-    key, at = key + 3, at + 10
-    for class = 1, set.known do
-      set.classes[class] = {queue = KEYS[key], name = ARGV[at], share = ARGV[at + 1], room = tonumber(ARGV[at + 2])}
-      key, at = key + 1, at + 3
-    end
-    sets[i] = set
+for i = 1, set_count do
+  local slots = KEYS[2 + i]
+  local words = {}
+  local policy, classes = string.match(ARGV[5 + 2 * i], '^([^;]*);(.*)$')
+  for word in string.gmatch(policy, '%S+') do words[#words + 1] = word end
+  local set = {
+    name = ARGV[4 + 2 * i], keyed = words[1] == '1', shadow = words[2] == '1', recovery = words[3],
+    claim = words[4] .. ' ' .. words[5], claimed = tonumber(words[4]),
+    grant_ttl = words[6], queue = tonumber(words[7]), ageing = words[8],
+    slots = slots, meta = slots .. ':meta', info = slots .. ':info',
+    -- The classes that the caller knows, then those that it doesn't (see_others).
+    classes = {}, live = tonumber(facts[3 + i] or '0'), till = 0,
+  }
+  for name, share, room in string.gmatch(classes, '([^ ;]+) ([^ ;]+) (%d+)') do
+    set.classes[#set.classes + 1] = {queue = slots .. ':wait:' .. name, name = name, share = share, room = tonumber(room)}
   end
+  set.known = #set.classes
+  sets[i] = set
+end
+
+-- The words of a text as numbers.
+local function numbers(text)
+  local list = {}
+  for word in string.gmatch(text, '%S+') do list[#list + 1] = tonumber(word) end
+  return list
 end
 
 local seen = {}

@@ -34,6 +34,11 @@ impl Keys {
         format!("{}{instance}", self.channels)
     }
 
+    /// The key of a set's slots. The scripts that write make the others from it.
+    pub(super) fn slots(&self, set: &SetSpec) -> String {
+        [&self.semaphores, &*set.key].concat()
+    }
+
     /// Hands over the keys of a set in the order of the scripts: slots, meta, info, and a queue for each class.
     pub(super) fn of_set(&self, set: &SetSpec, mut with: impl FnMut(&str)) {
         let mut key = String::with_capacity(self.semaphores.len() + set.key.len() + 32);

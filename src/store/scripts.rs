@@ -1,7 +1,10 @@
 //! The scripts as Rust sees them: one function that writes each call, one that reads each reply.
 //! The order of KEYS and ARGV is written here and in the scripts' heads, nowhere else.
 
-use std::sync::LazyLock;
+use std::{
+    io::Write as _,
+    sync::{Arc, LazyLock},
+};
 
 use deadpool_redis::redis::{Cmd, Pipeline, Script as Hashed, Value};
 use uuid::Uuid;
@@ -79,20 +82,34 @@ impl Writer<'_> {
         let sets = distinct(acquires.clone().map(|acquire| &acquire.ask));
         let rates = distinct_rates(acquires.clone().map(|acquire| &acquire.ask));
         let script = if rated { &ACQUIRE_RATED } else { &ACQUIRE };
-        let (mut cmd, first_rate) =
-            self.begin(script, &sets, &rates, 10 * acquires.clone().count());
-        for Acquire { ask, waited, may_wait, again } in acquires {
-            id(&mut cmd, ask.id);
-            cmd.arg(&*ask.route).arg(ask.class + 1).arg(*waited);
-            flag(&mut cmd, *may_wait);
-            flag(&mut cmd, *again);
-            cmd.arg(ask.rates.len());
-            for rate in ask.rates.iter() {
-                cmd.arg(first_rate + place_of(&rates, rate)).arg(rate.requests).arg(rate.window);
-                flag(&mut cmd, rate.shadow);
+        let (mut cmd, first_rate) = self.begin(script, &sets, &rates, acquires.clone().count());
+        let alike = |a: &Acquire, b: &Acquire| {
+            a.may_wait == b.may_wait && a.again == b.again && a.waited == b.waited && {
+                let (a, b) = (&a.ask, &b.ask);
+                let rateless = a.rates.is_empty() && b.rates.is_empty();
+                rateless && are_alike(a, b) && Arc::ptr_eq(&a.route, &b.route)
             }
-            wants(&mut cmd, &sets, ask);
-        }
+        };
+        groups(
+            &mut cmd,
+            acquires,
+            alike,
+            |acquire| &acquire.ask,
+            |acquire, text| {
+                let Acquire { ask, waited, may_wait, again } = acquire;
+                for word in [ask.class as i64 + 1, (*may_wait).into(), (*again).into(), *waited] {
+                    text.number(word);
+                }
+                for rate in ask.rates.iter() {
+                    text.number((first_rate + place_of(&rates, rate)) as i64);
+                    text.number(rate.requests.into());
+                    text.number(rate.window);
+                    text.number(rate.shadow.into());
+                }
+                text.wants(&sets, ask);
+                text.next(&ask.route);
+            },
+        );
         cmd
     }
 
@@ -100,25 +117,34 @@ impl Writer<'_> {
         let sets = distinct(releases.iter().map(|release| &release.ask));
         let refunds = releases.iter().filter(|release| release.refund);
         let rates = distinct_rates(refunds.map(|release| &release.ask));
-        let (mut cmd, first_rate) = self.begin(&RELEASE, &sets, &rates, 7 * releases.len());
-        for Release { ask, queued, refund } in releases {
-            id(&mut cmd, ask.id);
-            cmd.arg(ask.class + 1);
-            flag(&mut cmd, *queued);
-            let refunded = if *refund { &ask.rates[..] } else { &[] };
-            cmd.arg(refunded.len());
-            for rate in refunded {
-                cmd.arg(first_rate + place_of(&rates, rate));
-            }
-            wants(&mut cmd, &sets, ask);
-        }
+        let (mut cmd, first_rate) = self.begin(&RELEASE, &sets, &rates, releases.len());
+        let alike = |a: &Release, b: &Release| {
+            a.queued == b.queued && !a.refund && !b.refund && are_alike(&a.ask, &b.ask)
+        };
+        groups(
+            &mut cmd,
+            releases.iter(),
+            alike,
+            |release| &release.ask,
+            |release, text| {
+                let Release { ask, queued, refund } = release;
+                text.number(ask.class as i64 + 1);
+                text.number((*queued).into());
+                let refunded = if *refund { &ask.rates[..] } else { &[] };
+                for rate in refunded {
+                    text.number((first_rate + place_of(&rates, rate)) as i64);
+                }
+                text.wants(&sets, ask);
+            },
+        );
         cmd
     }
 
     pub(super) fn heartbeat(&self, heartbeat: &Heartbeat) -> Cmd {
         let sets: Vec<&SetSpec> = heartbeat.beats.iter().map(|beat| &*beat.set).collect();
         let renewals: usize = heartbeat.beats.iter().map(|beat| beat.renew.len()).sum();
-        let (mut cmd, _) = self.begin(&HEARTBEAT, &sets, &[], 2 + 3 * sets.len() + 5 * renewals);
+        let own = 2 + 3 * sets.len() + 5 * renewals;
+        let (mut cmd, _) = self.begin(&HEARTBEAT, &sets, &[], own);
         flag(&mut cmd, heartbeat.subscribed);
         flag(&mut cmd, heartbeat.leaving);
         for beat in &heartbeat.beats {
@@ -147,39 +173,123 @@ impl Writer<'_> {
         rates: &[&RateSpec],
         own: usize,
     ) -> (Cmd, usize) {
-        let classes: usize = sets.iter().map(|set| set.classes.len()).sum();
-        let of_sets = 2 + Keys::OF_SET * sets.len() + classes;
+        let of_sets = 2 + sets.len();
         let keys = of_sets + rates.len();
-        let args = 10 + keys + 10 * sets.len() + 3 * classes + own;
-        let mut cmd = Cmd::with_capacity(args, 256 + 48 * keys + 12 * args);
+        let args = 10 + keys + 2 * sets.len() + own;
+        let mut cmd = Cmd::with_capacity(args, 256 + 48 * keys + 160 * sets.len() + 40 * own);
         cmd.arg("EVALSHA").arg(&script.hash);
         cmd.arg(keys).arg(&self.keys.fleet).arg(&self.keys.instances);
         for set in sets {
-            self.keys.of_set(set, |key| {
-                cmd.arg(key);
-            });
+            cmd.arg(self.keys.slots(set));
         }
         for rate in rates {
             cmd.arg(self.keys.of_rate(rate));
         }
         let Caller { instance, epoch, gap, presence } = self.caller;
         id(&mut cmd, *instance);
-        cmd.arg(*epoch).arg(self.run).arg(*gap).arg(*presence).arg(&self.keys.channels);
+        cmd.arg(*epoch).arg(*gap);
+        let mut text = Text::default();
+        text.word(self.run);
+        text.number(*presence);
+        text.word(&self.keys.channels);
+        cmd.arg(text.bytes());
         cmd.arg(sets.len());
         for set in sets {
-            cmd.arg(&*set.key).arg(set.slots).arg(set.lease).arg(set.grant_ttl).arg(set.recovery);
-            cmd.arg(set.queue).arg(set.ageing);
-            flag(&mut cmd, set.keyed);
-            flag(&mut cmd, set.shadow);
-            cmd.arg(set.classes.len());
-            for class in set.classes.iter() {
-                cmd.arg(&*class.name).arg(class.share).arg(class.queue);
-            }
+            cmd.arg(&*set.key).arg(policy(set).bytes());
         }
         (cmd, of_sets + 1)
     }
 }
 
+/// A set as the caller's configuration has it.
+fn policy(set: &SetSpec) -> Text {
+    let mut text = Text::default();
+    text.number(set.keyed.into());
+    text.number(set.shadow.into());
+    text.number(set.recovery);
+    text.number(set.slots.into());
+    text.number(set.lease);
+    text.number(set.grant_ttl);
+    text.number(set.queue.into());
+    text.number(set.ageing);
+    for class in set.classes.iter() {
+        text.next(&class.name);
+        text.share(class.share);
+        text.number(class.queue.into());
+    }
+    text
+}
+
+/// Writes what items that are alike have in common, how many they are, and their ids; then the next ones.
+fn groups<'a, T: 'a>(
+    cmd: &mut Cmd,
+    items: impl Iterator<Item = &'a T> + Clone,
+    alike: impl Fn(&T, &T) -> bool,
+    ask: impl Fn(&T) -> &Ask,
+    common: impl Fn(&T, &mut Text),
+) {
+    let (mut items, mut text) = (items, Text::default());
+    while let Some(first) = items.clone().next() {
+        let group = items.clone().take_while(|item| alike(first, item)).count().max(1);
+        text.clear();
+        common(first, &mut text);
+        cmd.arg(text.bytes()).arg(group);
+        for item in items.by_ref().take(group) {
+            id(cmd, ask(item).id);
+        }
+    }
+}
+
+/// Whether two ask for the same slots, in the same class.
+fn are_alike(a: &Ask, b: &Ask) -> bool {
+    a.class == b.class && Arc::ptr_eq(&a.wants, &b.wants)
+}
+
+/// An argument of several words.
+#[derive(Default)]
+struct Text(Vec<u8>);
+
+impl Text {
+    fn bytes(&self) -> &[u8] {
+        &self.0
+    }
+
+    fn clear(&mut self) {
+        self.0.clear();
+    }
+
+    fn word(&mut self, word: &str) {
+        if !matches!(self.0.last(), None | Some(b' ' | b';')) {
+            self.0.push(b' ');
+        }
+        self.0.extend_from_slice(word.as_bytes());
+    }
+
+    fn number(&mut self, number: i64) {
+        self.word("");
+        write!(self.0, "{number}").expect("writing to a vector can't fail");
+    }
+
+    fn share(&mut self, share: f64) {
+        self.word("");
+        write!(self.0, "{share}").expect("writing to a vector can't fail");
+    }
+
+    /// Begins the next part.
+    fn next(&mut self, word: &str) {
+        self.0.push(b';');
+        self.word(word);
+    }
+
+    fn wants(&mut self, sets: &[&SetSpec], ask: &Ask) {
+        self.next("");
+        for want in ask.wants.iter() {
+            let index = sets.iter().position(|set| set.key == want.set.key);
+            self.number(index.map_or(0, |index| index as i64 + 1));
+            self.number(want.weight.into());
+        }
+    }
+}
 pub(super) fn status(keys: &Keys, set: &SetSpec) -> Cmd {
     let mut cmd = Cmd::new();
     cmd.arg("EVALSHA").arg(&STATUS.hash);
@@ -197,14 +307,6 @@ fn id(cmd: &mut Cmd, id: Uuid) {
 
 fn flag(cmd: &mut Cmd, value: bool) {
     cmd.arg(if value { "1" } else { "0" });
-}
-
-fn wants(cmd: &mut Cmd, sets: &[&SetSpec], ask: &Ask) {
-    cmd.arg(ask.wants.len());
-    for want in ask.wants.iter() {
-        let index = sets.iter().position(|set| set.key == want.set.key);
-        cmd.arg(index.map_or(0, |index| index + 1)).arg(want.weight);
-    }
 }
 
 /// The sets that the asks name, once each, in the order of first use.
