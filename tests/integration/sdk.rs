@@ -12,7 +12,7 @@ use tokio::{
     sync::Semaphore,
 };
 
-use crate::harness::{Client, Proxy, Raw, Redis, Upstream, eventually, one_limit, within};
+use crate::harness::{Client, Proxy, Raw, Redis, Upstream, one_limit, within};
 
 #[tokio::test]
 async fn openai_streams_and_holds_its_slot_to_the_last_event() {
@@ -48,20 +48,37 @@ async fn streams_and_holds(sdk: &str) {
     redis.wait_in_use("llm", 0).await;
 }
 
+const QUEUE_FULL: &str = "every slot is taken and the queue is full";
+
 #[tokio::test]
 async fn openai_raises_what_it_documents() {
-    let (upstream, proxy) = full().await;
-    let _holder = hold(&upstream, &proxy).await;
-    let mut chat = Python::chat("openai", &proxy, 0, "1", "0").await;
-    assert_eq!(chat.line().await, "InternalServerError 503 queue_full");
+    let unavailable = "InternalServerError<APIStatusError 503 queue_full service_unavailable_error";
+    raises("openai", "", unavailable, QUEUE_FULL).await;
+    let limited = "RateLimitError<APIStatusError 429 queue_full rate_limit_error";
+    raises("openai", "status = 429", limited, QUEUE_FULL).await;
 }
 
 #[tokio::test]
 async fn anthropic_raises_what_it_documents() {
-    let (upstream, proxy) = full().await;
+    let message = format!("{QUEUE_FULL} (queue_full)");
+    let unavailable = "ServiceUnavailableError<InternalServerError<APIStatusError 503 queue_full overloaded_error";
+    raises("anthropic", "", unavailable, &message).await;
+    let limited = "RateLimitError<APIStatusError 429 queue_full rate_limit_error";
+    raises("anthropic", "status = 429", limited, &message).await;
+    let overloaded =
+        "OverloadedError<InternalServerError<APIStatusError 529 queue_full overloaded_error";
+    raises("anthropic", "status = 529", overloaded, &message).await;
+}
+
+async fn raises(sdk: &str, limit: &'static str, error: &str, message: &str) {
+    let upstream = Upstream::spawn().await;
+    let conf = one_limit(&upstream, 1).queue("0").limit(limit).route(dialect(sdk));
+    let proxy = Proxy::spawn(&conf).await;
     let _holder = hold(&upstream, &proxy).await;
-    let mut chat = Python::chat("anthropic", &proxy, 0, "1", "0").await;
-    assert_eq!(chat.line().await, "ServiceUnavailableError 503 queue_full");
+    let mut chat = Python::chat(sdk, &proxy, 0, "1", "0").await;
+    assert_eq!(chat.line().await, error);
+    assert_eq!(chat.line().await, message);
+    assert_eq!(upstream.total(), 1);
 }
 
 #[tokio::test]
@@ -75,19 +92,33 @@ async fn anthropic_comes_back_and_is_served() {
 }
 
 async fn comes_back(sdk: &str) {
-    let (upstream, proxy) = full().await;
-    let holder = hold(&upstream, &proxy).await;
+    let upstream = Upstream::spawn().await;
+    let conf = one_limit(&upstream, 1).queue("0").route(dialect(sdk));
+    let proxy = Proxy::spawn(&conf).await;
+    let holder = Raw::get(proxy.addr(), "/gate?name=holder").await;
+    upstream.wait_current(1).await;
     let mut chat = Python::chat(sdk, &proxy, 5, "2", "0").await;
-    eventually("the SDK was refused", async || {
-        let metrics = Client::new().get(proxy.admin(), "/metrics").await;
-        String::from_utf8_lossy(&metrics.body).contains("reason=\"queue_full\"")
-    })
-    .await;
-    drop(holder);
+    // With nothing measured yet we say two to three seconds, where it would wait half a second at first by itself; and in
+    // milliseconds, so that whole seconds are rare.
+    loop {
+        let line = chat.line().await;
+        let wait: f64 = line.strip_prefix("again in ").expect(&line).parse().unwrap();
+        assert!((2.0..=3.0).contains(&wait), "{sdk} waits {wait} s");
+        if wait.fract() != 0.0 {
+            break;
+        }
+    }
+    upstream.open_gate("holder", 1);
     for line in ["1", "2", "end"] {
         assert_eq!(chat.line().await, line);
     }
     assert_eq!((upstream.highest(), upstream.total()), (1, 2));
+    drop(holder);
+}
+
+/// What such a route has.
+fn dialect(sdk: &str) -> String {
+    format!("dialect = \"{sdk}\"")
 }
 
 #[tokio::test]
@@ -116,13 +147,21 @@ async fn curl_sees_the_refusal_of_every_upload() {
     for expect in ["expect: 100-continue", "expect:"] {
         for upload in 1..=10 {
             let mut curl = Command::new("curl");
-            curl.args(["-sS", "-o", "-", "-w", " %{http_code}", "-H", expect]);
+            curl.args([
+                "-sS",
+                "-o",
+                "-",
+                "-w",
+                " %header{tidegate-reason} %{http_code}",
+                "-H",
+                expect,
+            ]);
             curl.args(["--data-binary", &body, &url]).kill_on_drop(true);
             let output = within("curl", curl.output()).await.expect("curl is on the PATH");
             let text = String::from_utf8_lossy(&output.stdout).into_owned();
             let error = String::from_utf8_lossy(&output.stderr).into_owned();
             assert!(output.status.success(), "{expect} upload {upload}: {error}");
-            assert!(text.contains("queue_full") && text.ends_with(" 503"), "{expect}: {text}");
+            assert!(text.ends_with(" queue_full 503"), "{expect}: {text}");
         }
     }
     assert_eq!(upstream.total(), 1);

@@ -1,10 +1,22 @@
 """One chat completion by an official SDK: chat.py openai|anthropic URL RETRIES EVENTS GATE
 
-Prints "ready", then the text of each event as it comes, or the exception's class, status and reason.
+Prints "ready", then the text of each event as it comes. Of a retry it prints "again in" and the seconds; of an exception its
+classes, status, reason, the type in the body, and on a line of its own the message in the body.
 """
 
 import importlib
+import logging
+import re
 import sys
+
+
+class Retries(logging.Handler):
+    """What the SDKs say in their logs before they wait."""
+
+    def emit(self, record):
+        wait = re.match(r"Retrying request .*?in ([0-9.]+) seconds", record.getMessage())
+        if wait:
+            print("again in", wait[1])
 
 
 def events_of_openai(openai, url, retries, query):
@@ -33,17 +45,26 @@ def events_of_anthropic(anthropic, url, retries, query):
             yield event.delta.text
 
 
+def classes_of(error, last):
+    names = [each.__name__ for each in type(error).__mro__]
+    return "<".join(names[: names.index(last) + 1])
+
+
 def main():
     name, url, retries, events, gate = sys.argv[1:]
     sdk = importlib.import_module(name)
     call = {"openai": events_of_openai, "anthropic": events_of_anthropic}[name]
+    logging.getLogger(name).setLevel(logging.INFO)
+    logging.getLogger(name).addHandler(Retries())
     print("ready")
     try:
         for text in call(sdk, url, int(retries), {"events": events, "gate": gate}):
             print(text)
         print("end")
     except sdk.APIStatusError as error:
-        print(type(error).__name__, error.status_code, error.response.headers["tidegate-reason"])
+        reason = error.response.headers["tidegate-reason"]
+        print(classes_of(error, "APIStatusError"), error.status_code, reason, error.type)
+        print(error.body["message"] if name == "openai" else error.api_message)
 
 
 main()
