@@ -5,6 +5,7 @@ use std::{cmp::Reverse, fmt::Write, time::Duration};
 use crate::config::{
     ClassRule, Config, Dialect, HostPattern, Key, Limit, Mode, Rate, Route, Step, WeightRule,
 };
+use crate::copies::{ALL_COPIES, LONGEST_COPY};
 
 mod warnings;
 
@@ -26,6 +27,10 @@ pub fn report(config: &Config) -> String {
     section(&mut out, "limits:", config.limits.iter().map(|each| limit(each, config)));
     if !config.rates.is_empty() {
         section(&mut out, "rates:", config.rates.iter().map(rate_limit));
+    }
+    let is_stale = |step: &Step| matches!(step, Step::Stale { .. });
+    if config.routes.iter().any(|route| route.on_full.iter().any(is_stale)) {
+        section(&mut out, "copies, for the steps with `stale`:", [copies()]);
     }
     for warning in warnings(config) {
         line(&mut out, &format!("warning: {warning}"));
@@ -157,6 +162,9 @@ fn step(step: &Step, config: &Config) -> String {
             let upstream = &config.upstreams[*upstream].name;
             format!("upstream {upstream} {credentials} the client's credentials")
         }
+        Step::Stale { allowance } => {
+            format!("a copy at most {} past its freshness", short(*allowance))
+        }
         Step::Respond { status, content_type, .. } => {
             format!("respond {} {}", status.as_u16(), content_type.to_str().unwrap_or("-"))
         }
@@ -257,6 +265,11 @@ fn rate_limit(rate: &Rate) -> String {
         rate.requests,
         short(rate.window),
     )
+}
+
+fn copies() -> String {
+    let (all, longest) = (bytes(ALL_COPIES as u64), bytes(LONGEST_COPY as u64));
+    format!("  take at most {all} in the process, {longest} each")
 }
 
 /// Little's law: N slots, each held for this long, turn over N / hold requests a second.
@@ -400,6 +413,7 @@ limits:
         deadline_header = "request-timeout"
         on_full = [
             { upstream = "cheap", forward_credentials = true },
+            { stale = "10m" },
             { respond = 200, body = "{}", content_type = "application/json" },
         ]
         [[routes]]
@@ -420,7 +434,7 @@ routes, in the order they match:
     class by header x-priority, else normal, weight one for each 1 MiB of body, at most 2, dialect openai
     rates: per-tenant, all
     the client's deadline: header request-timeout
-    when full: upstream cheap with the client's credentials, then respond 200 application/json
+    when full: upstream cheap with the client's credentials, then a copy at most 10m past its freshness, then respond 200 application/json
 ";
         assert!(report.starts_with(expected), "{report}");
         let blocks = [
@@ -439,6 +453,10 @@ rates:
     takes about 6 KiB per value, 5 MiB per 1,000 values in a Redis store
   all: 1000 requests within any 1s, shadow: only counts what it would refuse
     takes about 147 KiB in a Redis store
+
+\
+copies, for the steps with `stale`:
+  take at most 64 MiB in the process, 1 MiB each
 ",
         ];
         for block in blocks {

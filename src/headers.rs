@@ -7,7 +7,9 @@ use std::{net::IpAddr, time::Duration};
 
 use http::{
     HeaderMap, HeaderName, HeaderValue,
-    header::{CONNECTION, CONTENT_LENGTH, COOKIE, FORWARDED, HOST, TE, TRANSFER_ENCODING},
+    header::{
+        AUTHORIZATION, CONNECTION, CONTENT_LENGTH, COOKIE, FORWARDED, HOST, TE, TRANSFER_ENCODING,
+    },
 };
 
 pub(crate) const X_FORWARDED_FOR: HeaderName = HeaderName::from_static("x-forwarded-for");
@@ -15,6 +17,15 @@ const X_FORWARDED_PROTO: HeaderName = HeaderName::from_static("x-forwarded-proto
 const X_FORWARDED_HOST: HeaderName = HeaderName::from_static("x-forwarded-host");
 const X_REAL_IP: HeaderName = HeaderName::from_static("x-real-ip");
 pub(crate) const SERVER_TIMING: HeaderName = HeaderName::from_static("server-timing");
+
+/// What proves who the client is.
+pub(crate) const CREDENTIALS: [HeaderName; 5] = [
+    AUTHORIZATION,
+    COOKIE,
+    HeaderName::from_static("x-api-key"),
+    HeaderName::from_static("api-key"),
+    HeaderName::from_static("x-goog-api-key"),
+];
 
 /// What the proxy knows of the way a request came.
 #[derive(Clone, Copy, Debug)]

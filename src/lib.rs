@@ -8,6 +8,7 @@ pub mod check;
 pub mod cli;
 mod client;
 pub mod config;
+mod copies;
 mod degrade;
 pub mod demo;
 mod exchange;

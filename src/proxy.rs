@@ -17,6 +17,7 @@ use crate::{
     admission::{Admission, Arrival, Permit},
     client,
     config::{ClassRule, Config, Dialect, Route, WeightRule},
+    copies::{Copies, Interest, Tee},
     degrade::{self, Rung},
     exchange::{Failure, Held, Owner},
     gauge::{Gauge, Share},
@@ -51,6 +52,7 @@ pub struct Proxy {
     routes: Routes,
     rules: Vec<Rules>,
     upstreams: Vec<Arc<Upstream>>,
+    copies: Option<Arc<Copies>>,
     admission: Arc<Admission>,
     metrics: Arc<Metrics>,
     trusted: Vec<IpNet>,
@@ -132,6 +134,7 @@ struct Notes {
 struct Call {
     upstream: Arc<Upstream>,
     request: Request<Outgoing>,
+    interest: Option<Interest>,
 }
 
 impl Proxy {
@@ -144,6 +147,7 @@ impl Proxy {
             routes: Routes::new(&config.routes),
             rules: config.routes.iter().map(|route| Rules::of(config, route)).collect(),
             upstreams,
+            copies: Copies::new(config),
             admission,
             metrics,
             trusted: config.server.trusted_proxies.clone(),
@@ -196,13 +200,17 @@ impl Proxy {
         let admitted = self.admit(route, &parts, conn, notes).await;
         let (permit, target) = match admitted {
             Ok(permit) => (permit, Target::of(&self.rules[route])),
-            Err(reply) => match self.degrade(route, reply, &parts, conn).await? {
+            Err(reply) => match self.degrade(route, reply, &parts, &body, conn).await? {
                 Instead::Upstream(permit, target) => (permit, target),
-                Instead::Answer(response) => return Ok(response),
+                Instead::Answer(mut response) => {
+                    headers::add_timing(response.headers_mut(), notes.queued, None);
+                    return Ok(response);
+                }
             },
         };
         let mark = target.mark.cloned();
-        let call = self.prepare(target, parts, body, conn, &permit)?;
+        let interest = self.interest(route, &target, &parts, &body);
+        let call = self.prepare(target, parts, body, conn, &permit, interest)?;
         let held = Held { permit, _seat: seat };
         let mut response = self.forward(call, held, notes.queued).await?;
         if let Some(mark) = mark {
@@ -217,6 +225,7 @@ impl Proxy {
         route: usize,
         reply: Reply,
         parts: &Parts,
+        body: &Outgoing,
         conn: &ClientConn,
     ) -> Result<Instead<'_>, Reply> {
         if !reply.reason().can_degrade() {
@@ -240,6 +249,15 @@ impl Proxy {
                                 ..Target::of(rules)
                             },
                         ));
+                    }
+                }
+                Rung::Stale { allowance } => {
+                    let copies = self.copies.as_ref().filter(|_| body.is_end_stream());
+                    let copy = copies.and_then(|copies| copies.find(route, parts, *allowance));
+                    if let Some(copy) = copy {
+                        self.metrics.degraded(route, rung.label());
+                        let answer = degrade::stale(reply.reason(), &parts.method, copy);
+                        return Ok(Instead::Answer(answer));
                     }
                 }
                 Rung::Respond { status, body, content_type } => {
@@ -325,6 +343,19 @@ impl Proxy {
         Ok(admitted?)
     }
 
+    /// What the answer of the route's own upstream means for the copies; any upstream may make a change.
+    fn interest(
+        &self,
+        route: usize,
+        target: &Target<'_>,
+        parts: &Parts,
+        body: &Outgoing,
+    ) -> Option<Interest> {
+        let interest = self.copies.as_ref()?.interest(route, parts, !body.is_end_stream())?;
+        let is_usual = target.mark.is_none() || matches!(interest, Interest::Change(_));
+        is_usual.then_some(interest)
+    }
+
     fn prepare(
         &self,
         target: Target<'_>,
@@ -332,6 +363,7 @@ impl Proxy {
         body: Outgoing,
         conn: &ClientConn,
         permit: &Permit,
+        mut interest: Option<Interest>,
     ) -> Result<Call, Reply> {
         let upstream = Arc::clone(&self.upstreams[target.upstream]);
         let peer = conn.peer.ip();
@@ -363,7 +395,10 @@ impl Proxy {
         parts.uri = uri.map_err(|_| Reason::BadRequest)?;
         parts.version = Version::HTTP_11;
         parts.extensions.clear();
-        Ok(Call { upstream, request: Request::from_parts(parts, body) })
+        if let Some(interest) = &mut interest {
+            interest.sent(&parts.headers);
+        }
+        Ok(Call { upstream, request: Request::from_parts(parts, body), interest })
     }
 
     async fn forward(
@@ -390,7 +425,11 @@ impl Proxy {
                 owner.cut(Reason::UpstreamReset);
                 Err(Reply::from(Reason::UpstreamReset).after(took))
             }
-            Ok(head) => Ok(deliver(head, owner, queued, took)),
+            Ok(head) => {
+                let copies = self.copies.as_ref().zip(call.interest);
+                let tee = copies.and_then(|(all, interest)| all.answered(interest, &head, took));
+                Ok(deliver(head, owner, tee, queued, took))
+            }
             Err(failure) => Err(Reply::from(failure.reason).after(took)),
         }
     }
@@ -412,10 +451,11 @@ impl Handler for Proxy {
 fn deliver(
     head: Response<()>,
     owner: Owner,
+    tee: Option<Tee>,
     queued: Duration,
     took: Duration,
 ) -> Response<ResponseBody> {
-    let mut response = head.map(|()| ResponseBody::streamed(owner));
+    let mut response = head.map(|()| ResponseBody::streamed(owner, tee));
     *response.version_mut() = Version::HTTP_11;
     headers::to_client(response.headers_mut());
     headers::add_timing(response.headers_mut(), queued, Some(took));

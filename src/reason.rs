@@ -173,3 +173,17 @@ impl Reason {
         self.is_of_a_limit() || matches!(self, Reason::StoreDown)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_ladder_is_for_what_a_limit_says() {
+        let tried = Reason::ALL.into_iter().filter(|reason| reason.can_degrade());
+        let tried: Vec<_> = tried.map(Reason::as_str).collect();
+        let expected =
+            ["store_down", "recovering", "queue_full", "displaced", "deadline", "queue_timeout"];
+        assert_eq!(tried, expected);
+    }
+}

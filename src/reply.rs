@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use http::{
-    HeaderName, HeaderValue, Response, StatusCode,
+    HeaderMap, HeaderName, HeaderValue, Response, StatusCode,
     header::{ALLOW, CONTENT_TYPE, RETRY_AFTER},
 };
 
@@ -142,12 +142,22 @@ pub(crate) fn fixed(
     body: Bytes,
     content_type: HeaderValue,
 ) -> Response<ResponseBody> {
+    copied(reason, status, HeaderMap::from_iter([(CONTENT_TYPE, content_type)]), body)
+}
+
+/// An answer that the upstream gave earlier, given again for this reason.
+pub(crate) fn copied(
+    reason: Reason,
+    status: StatusCode,
+    headers: HeaderMap,
+    body: Bytes,
+) -> Response<ResponseBody> {
     let mut response = Response::new(ResponseBody::whole(body));
     *response.status_mut() = status;
+    *response.headers_mut() = headers;
     response.extensions_mut().insert(Refused);
-    let head = response.headers_mut();
-    head.insert(TIDEGATE_REASON, HeaderValue::from_static(reason.as_str()));
-    head.insert(CONTENT_TYPE, content_type);
+    let reason = HeaderValue::from_static(reason.as_str());
+    response.headers_mut().insert(TIDEGATE_REASON, reason);
     response
 }
 

@@ -110,6 +110,7 @@ fn imports_point_one_way() {
                 "leases" => !["leases", "store"].contains(&import.as_str()),
                 "admission" => !["admission", "leases", "store", "metrics", "config", "reason"]
                     .contains(&import.as_str()),
+                "copies" => !["config", "gauge", "headers", "target"].contains(&import.as_str()),
                 "server" => !["server", "config"].contains(&import.as_str()),
                 leaf if leaves.contains(&leaf) => import != leaf && import != "config",
                 _ => ["app", "main", "cli", "demo"].contains(&import.as_str()),

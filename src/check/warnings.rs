@@ -34,7 +34,7 @@ fn chains<'a>(route: &Route, config: &'a Config) -> Vec<Vec<&'a Limit>> {
 fn targets(route: &Route) -> impl Iterator<Item = usize> {
     route.on_full.iter().filter_map(|step| match step {
         Step::Upstream { upstream, .. } => Some(*upstream),
-        Step::Respond { .. } => None,
+        Step::Stale { .. } | Step::Respond { .. } => None,
     })
 }
 

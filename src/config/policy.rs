@@ -176,6 +176,11 @@ pub enum Step {
         /// Whether the client's credentials go along.
         forward_credentials: bool,
     },
+    /// Answers `GET` and `HEAD` with a copy of an earlier answer.
+    Stale {
+        /// How long ago the copy may have been fresh.
+        allowance: Duration,
+    },
     /// Answers with a fixed text.
     Respond {
         /// Of the answer.

@@ -15,6 +15,7 @@ mod limit_change;
 mod refusal;
 mod sdk;
 mod shutdown;
+mod stale;
 mod store_faults;
 mod streaming;
 mod tls_upstream;

@@ -39,6 +39,7 @@ pub(in crate::config) struct FileRate {
 pub(in crate::config) struct FileStep {
     pub(in crate::config) upstream: Option<Spanned<String>>,
     pub(in crate::config) forward_credentials: Option<Spanned<bool>>,
+    pub(in crate::config) stale: Option<Spanned<FileDuration>>,
     pub(in crate::config) respond: Option<Spanned<i64>>,
     pub(in crate::config) body: Option<Spanned<String>>,
     pub(in crate::config) content_type: Option<Spanned<String>>,

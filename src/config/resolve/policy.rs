@@ -2,6 +2,7 @@
 
 use std::{ops::Range, sync::Arc, time::Duration};
 
+use http::Method;
 use toml::Spanned;
 
 use super::{
@@ -185,12 +186,13 @@ pub(super) fn step(table: &Spanned<FileStep>, upstreams: &Names) -> Found<Step> 
     let credentials = file.forward_credentials.as_ref();
     let body =
         [file.body.as_ref().map(Spanned::span), file.content_type.as_ref().map(Spanned::span)];
-    let step = match (&file.upstream, &file.respond) {
-        (Some(upstream), None) => Step::Upstream {
+    let step = match (&file.upstream, &file.stale, &file.respond) {
+        (Some(upstream), None, None) => Step::Upstream {
             upstream: reference(upstream, upstreams, "upstream")?,
             forward_credentials: credentials.is_some_and(|forward| *forward.get_ref()),
         },
-        (None, Some(_)) => Step::Respond {
+        (None, Some(_), None) => Step::Stale { allowance: positive(&file.stale, 0)? },
+        (None, None, Some(_)) => Step::Respond {
             status: or(&file.respond, 200, rules::answer_status)?,
             body: text(&file.body, "").to_owned(),
             content_type: or_text(
@@ -200,7 +202,7 @@ pub(super) fn step(table: &Spanned<FileStep>, upstreams: &Names) -> Found<Step> 
             )?,
         },
         _ => {
-            let rule = "must hold one of `upstream` and `respond`";
+            let rule = "must hold one of `upstream`, `stale` and `respond`";
             return Err(Problem::new(table.span(), rule));
         }
     };
@@ -229,7 +231,7 @@ pub(super) fn silence(upstream: &str, routes: &[Spanned<FileRoute>]) -> u64 {
     if first.is_some_and(is_patient) && leading.all(is_patient) { 600_000 } else { 60_000 }
 }
 
-/// A step to another upstream must not need what is full.
+/// A step to another upstream must not need what is full, and copies are of answers to GET.
 pub(super) fn check_steps(
     table: &FileRoute,
     route: &Route,
@@ -237,6 +239,12 @@ pub(super) fn check_steps(
     limits: &[Limit],
 ) -> Found<()> {
     for (file, step) in table.on_full.iter().zip(&route.on_full) {
+        if let (Step::Stale { .. }, Some(stale)) = (step, &file.get_ref().stale)
+            && !(route.methods.is_empty() || route.methods.contains(&Method::GET))
+        {
+            let rule = "needs GET among the route's methods: copies are of its answers";
+            return Err(Problem::new(stale.span(), rule));
+        }
         let Step::Upstream { upstream, .. } = step else { continue };
         let own = &upstreams[*upstream].limits;
         if let Some(&both) = own.iter().find(|limit| route.limits.contains(limit)) {

@@ -148,7 +148,7 @@ const BAD_HEADS: &[(&str, &str)] = &[
     ),
     (
         "[[routes]]\nupstream = \"app\"\non_full = [{}]",
-        "3:12: routes[0].on_full[0]: must hold one of `upstream` and `respond`",
+        "3:12: routes[0].on_full[0]: must hold one of `upstream`, `stale` and `respond`",
     ),
     (
         "[[routes]]\nupstream = \"app\"\non_full = [{ upstream = \"app\", respond = 200 }]",
@@ -163,8 +163,20 @@ const BAD_HEADS: &[(&str, &str)] = &[
         "3:25: routes[0].on_full[0].upstream: must not share a limit with the route, and both take `app`",
     ),
     (
-        "[[routes]]\nupstream = \"app\"\non_full = [{ stale = \"10m\" }]",
-        "3:14: routes[0].on_full[0].stale: unknown key",
+        "[[routes]]\nupstream = \"app\"\non_full = [{ stale = \"0s\" }]",
+        "3:22: routes[0].on_full[0].stale: must be at least 1ms",
+    ),
+    (
+        "[[routes]]\nupstream = \"app\"\non_full = [{ stale = \"10m\", respond = 200 }]",
+        "3:12: routes[0].on_full[0]: must hold one of",
+    ),
+    (
+        "[[routes]]\nupstream = \"app\"\non_full = [{ stale = \"10m\", body = \"\" }]",
+        "3:36: routes[0].on_full[0].body: belongs to a step with `respond`",
+    ),
+    (
+        "[[routes]]\nupstream = \"app\"\nmethods = [\"POST\"]\non_full = [{ stale = \"10m\" }]",
+        "4:22: routes[0].on_full[0].stale: needs GET among the route's methods",
     ),
     (
         "[[routes]]\nupstream = \"app\"\non_full = [{ respond = 200, forward_credentials = true }]",
@@ -258,6 +270,7 @@ fn every_policy_is_read() {
         on_full = [
             { upstream = "cheap" },
             { upstream = "cheap", forward_credentials = true },
+            { stale = "10m" },
             { respond = 200, body = "{}", content_type = "application/json" },
             { respond = 503 },
         ]
@@ -312,6 +325,7 @@ fn every_policy_is_read() {
     let steps = [
         Step::Upstream { upstream: 1, forward_credentials: false },
         Step::Upstream { upstream: 1, forward_credentials: true },
+        Step::Stale { allowance: Duration::from_secs(600) },
         respond(StatusCode::OK, "{}", "application/json"),
         respond(StatusCode::SERVICE_UNAVAILABLE, "", "text/plain; charset=utf-8"),
     ];

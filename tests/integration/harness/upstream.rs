@@ -33,6 +33,8 @@ use super::within;
 /// - `/trunc` closes in the middle of its body
 /// - `/reset` resets the connection instead of an answer
 /// - `/big?bytes=1000` sends that many bytes
+/// - `/say?bytes=10` answers with the header lines that the request's `x-say` holds, separated by `|`, and with that many bytes or,
+///   without `bytes`, the number of requests so far; `&status=404` with another status, `&cut=1` without the last byte
 /// - `/headers` answers with the request's head as a JSON array of lines
 ///
 /// `&name=x` gives a request a gate of its own.
@@ -315,6 +317,7 @@ impl Answer<'_> {
                 Ok(false)
             }
             "/big" => self.whole(200, &vec![b'x'; request.number("bytes")]).await,
+            "/say" => self.say().await,
             "/headers" => {
                 let lines: Vec<&str> = request.head.trim_end().lines().collect();
                 let json = serde_json::to_vec(&lines).unwrap();
@@ -330,6 +333,31 @@ impl Answer<'_> {
     async fn gate(&self) {
         let gate = self.state.gate(self.request.name());
         gate.acquire_owned().await.unwrap().forget();
+    }
+
+    async fn say(mut self) -> io::Result<bool> {
+        let request = self.request;
+        let total = self.state.counts.borrow().total.to_string().into_bytes();
+        let body = match request.number("bytes") {
+            0 => total,
+            bytes => vec![b'x'; bytes],
+        };
+        let status = request.number("status").max(200);
+        let lines: String = request.header("x-say").unwrap_or_default().split('|').fold(
+            String::new(),
+            |lines, line| {
+                if line.is_empty() { lines } else { lines + line.trim() + "\r\n" }
+            },
+        );
+        let length = body.len();
+        let head = format!("HTTP/1.1 {status} Said\r\n{lines}content-length: {length}\r\n\r\n");
+        self.piece(&head).await?;
+        if request.method == "HEAD" {
+            return self.last(b"").await;
+        }
+        let (most, last) = body.split_at(length - 1);
+        self.writer.write_all(most).await?;
+        if request.number("cut") == 1 { Ok(false) } else { self.last(last).await }
     }
 
     async fn events(mut self, dialect: &Dialect) -> io::Result<bool> {
