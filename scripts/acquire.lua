@@ -1,20 +1,20 @@
 -- acquire: takes slots of every want of each request, or waits at the first set that is full, or keeps nothing.
+-- Comes behind release.lua in one script.
 --
 -- Guarantees: an id is never counted twice; nobody passes a waiter; after "full", "recovering" or "too heavy"
 -- nothing of the request is kept anywhere.
 --
--- KEYS and ARGV of every writing script: see shared/enter.lua
+-- KEYS and ARGV of every writing script: see shared/enter.lua; then what release.lua takes
 -- ARGV then for each group of requests that ask alike: what they ask, how many they are, and their ids. What they ask:
 --       class (from 1), may wait (0 | 1), again (0 | 1), waited ms, then index in KEYS, requests, window ms and shadow
 --       (0 | 1) of each rate; behind a semicolon set (from 1) and weight of each want; behind another the route
 -- Returns: {-1} if the caller has a newer connection, else
---       {now, start of recovery, number of granted, granted ids …, number of displaced, displaced ids …,
---        then for each request: code, what of it, by what}
+--       {now, start of recovery, number of waiters that the releases handed slots to, their ids …, number of releases,
+--        a code for each: 0 released, 1 dequeued, 2 unknown, number of granted, granted ids …, number of displaced,
+--        displaced ids …, then for each request: code, what of it, by what}
 --       with code 0 granted, 1 waiting (length of the queue, want), refused: 2 full (length of the queue), 3 recovering,
 --       4 too heavy, 5 rate limited (ms until it fits); ten more: granted, but a set or rate in shadow mode would have
 --       refused. By what: a want, counted from 0, or a rate, counted from -1 down
-
-for _, set in ipairs(sets) do open(set, meta, used) end
 
 local function enqueue(set, ask, weight)
   if not set.noted then see_others(set) end
@@ -206,7 +206,9 @@ while arg <= #ARGV do
   arg = last_id + 1
 end
 
-local rest = {#displaced}
-for _, id in ipairs(displaced) do rest[#rest + 1] = id end
+local rest = {}
+add_list(rest, released)
+add_list(rest, granted)
+add_list(rest, displaced)
 for _, value in ipairs(outcomes) do rest[#rest + 1] = value end
-return conclude(granted, rest)
+return conclude(handed_on, rest)

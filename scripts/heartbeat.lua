@@ -209,9 +209,8 @@ for _, set in ipairs(sets) do
 end
 
 for _, id in ipairs(again) do pending[#pending + 1] = id end
-local rest = {#pending}
-for _, id in ipairs(pending) do rest[#rest + 1] = id end
-rest[#rest + 1] = #renewed
-for _, code in ipairs(renewed) do rest[#rest + 1] = code end
+local rest = {}
+add_list(rest, pending)
+add_list(rest, renewed)
 for _, value in ipairs(states) do rest[#rest + 1] = value end
 return conclude(granted, rest)

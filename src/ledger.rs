@@ -76,10 +76,46 @@ struct Context<'a> {
 }
 
 impl Ledger {
-    /// Applies acquires in order.
+    /// Applies releases in order, hands what became free to the best waiters, then applies acquires in order.
     ///
     /// # Errors
     /// [`Stale`] if the caller has a newer connection.
+    pub fn turn(
+        &mut self,
+        now: i64,
+        caller: &Caller,
+        run: &str,
+        releases: &[Release],
+        acquires: &[Acquire],
+    ) -> Result<(ReleaseReply, AcquireReply), Stale> {
+        let (sets, mut context) = self.enter(now, caller, run)?;
+        let asks = releases.iter().map(|release| &release.ask);
+        let asks = asks.chain(acquires.iter().map(|acquire| &acquire.ask));
+        let used = open_all(sets, &mut context, asks);
+        let mut released = Vec::with_capacity(releases.len());
+        for release in releases {
+            released.push(release_one(sets, &mut context, release));
+        }
+        if !releases.is_empty() {
+            for spec in &used {
+                set_of(sets, spec).grant(&mut context, spec);
+            }
+        }
+        let handed_on = std::mem::take(&mut context.granted);
+        let mut outcomes = Vec::with_capacity(acquires.len());
+        for acquire in acquires {
+            outcomes.push(acquire_one(sets, &mut context, acquire));
+        }
+        finish_all(sets, &mut context, &used);
+        let (stamp, granted, displaced) = (context.stamp(), context.granted, context.displaced);
+        let releases = ReleaseReply { stamp, outcomes: released, granted: handed_on };
+        Ok((releases, AcquireReply { stamp, outcomes, granted, displaced }))
+    }
+
+    /// A turn of acquires alone.
+    ///
+    /// # Errors
+    /// [`Stale`], as for any turn.
     pub fn acquire(
         &mut self,
         now: i64,
@@ -87,25 +123,13 @@ impl Ledger {
         run: &str,
         acquires: &[Acquire],
     ) -> Result<AcquireReply, Stale> {
-        let (sets, mut context) = self.enter(now, caller, run)?;
-        let used = open_all(sets, &mut context, acquires.iter().map(|acquire| &acquire.ask));
-        let mut outcomes = Vec::with_capacity(acquires.len());
-        for acquire in acquires {
-            outcomes.push(acquire_one(sets, &mut context, acquire));
-        }
-        finish_all(sets, &mut context, &used);
-        Ok(AcquireReply {
-            stamp: context.stamp(),
-            outcomes,
-            granted: context.granted,
-            displaced: context.displaced,
-        })
+        self.turn(now, caller, run, &[], acquires).map(|(_, reply)| reply)
     }
 
-    /// Applies releases in order, then hands what became free to the best waiters.
+    /// A turn of releases alone.
     ///
     /// # Errors
-    /// [`Stale`] if the caller has a newer connection.
+    /// [`Stale`], as for any turn.
     pub fn release(
         &mut self,
         now: i64,
@@ -113,17 +137,7 @@ impl Ledger {
         run: &str,
         releases: &[Release],
     ) -> Result<ReleaseReply, Stale> {
-        let (sets, mut context) = self.enter(now, caller, run)?;
-        let used = open_all(sets, &mut context, releases.iter().map(|release| &release.ask));
-        let mut outcomes = Vec::with_capacity(releases.len());
-        for release in releases {
-            outcomes.push(release_one(sets, &mut context, release));
-        }
-        for spec in &used {
-            set_of(sets, spec).grant(&mut context, spec);
-        }
-        finish_all(sets, &mut context, &used);
-        Ok(ReleaseReply { stamp: context.stamp(), outcomes, granted: context.granted })
+        self.turn(now, caller, run, releases, &[]).map(|(reply, _)| reply)
     }
 
     /// Applies a heartbeat. Its beats name distinct sets.
@@ -197,9 +211,9 @@ impl Ledger {
         caller: &'a Caller,
         run: &str,
     ) -> Result<(&'a mut HashMap<Arc<str>, Set>, Context<'a>), Stale> {
-        if let Some(fleet) = &self.fleet
-            && fleet.epochs.get(&caller.instance).is_some_and(|&newest| caller.epoch < newest)
-        {
+        let newest =
+            self.fleet.as_ref().and_then(|fleet| fleet.epochs.get(&caller.instance).copied());
+        if newest.is_some_and(|newest| caller.epoch < newest) {
             return Err(Stale);
         }
         let lost = match &mut self.fleet {
@@ -217,7 +231,9 @@ impl Ledger {
         if now < fleet.last || now - fleet.last >= LAST_STEP {
             fleet.last = now;
         }
-        fleet.epochs.insert(caller.instance, caller.epoch);
+        if newest != Some(caller.epoch) {
+            fleet.epochs.insert(caller.instance, caller.epoch);
+        }
         Ok(self.context(now, caller))
     }
 }

@@ -39,6 +39,12 @@ pub struct Call {
 }
 
 impl Call {
+    /// Whether releases and requests without rates are one turn: there are both, and nothing between them.
+    fn is_one_turn(&self) -> bool {
+        let unrated = |acquire: &Acquire| acquire.ask.rates.is_empty();
+        self.heartbeat.is_none() && !self.releases.is_empty() && self.acquires.iter().any(unrated)
+    }
+
     /// Whether there is nothing to send.
     pub fn is_empty(&self) -> bool {
         self.releases.is_empty() && self.heartbeat.is_none() && self.acquires.is_empty()

@@ -7,7 +7,7 @@
 -- What belongs together is one text, since each argument costs the server as much as a look into a table.
 --
 -- Leaves behind: now, fleet, instances, me, last, recovery, facts (from the fourth on: live_until of each set),
--- fleet_writes, set_count, and arg (the first ARGV behind the sets).
+-- fleet_writes, set_count, arg (the first ARGV behind the sets), and meta and used, which a short way fills in for a longer.
 
 local CLOCK_SLACK = 1000
 -- The fleet's last sign of life, and a set's live_until, needn't be exact: they are rewritten when they are off by this.
@@ -15,6 +15,7 @@ local LAST_STEP, LIVE_STEP = 100, 1000
 local GRANTS_PER_CALL = 256
 
 -- Text beside number: Redis and Lua print large numbers slowly.
+local meta, used
 local time = redis.call('TIME')
 local now_text = time[1] .. string.sub('00000' .. time[2], -6, -4)
 local now = tonumber(now_text)

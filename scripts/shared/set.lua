@@ -250,6 +250,12 @@ local function give_back(set, id, class, weight, queued)
   return 2
 end
 
+-- Adds a list to an answer, with its length in front.
+local function add_list(answer, list)
+  answer[#answer + 1] = #list
+  for _, value in ipairs(list) do answer[#answer + 1] = value end
+end
+
 -- Ends an operation: rewrites every set's live_until, the latest end of a lease among members that have an info, that
 -- is: our own; then what is known of the fleet. While members come and go it may lie too far ahead, never too near; it goes
 -- when the set is empty or holds plain clients alone.
@@ -279,8 +285,8 @@ local function conclude(granted, rest)
     fleet_writes[#fleet_writes + 1] = recovery
   end
   if #fleet_writes > 0 then redis.call('HSET', fleet, unpack(fleet_writes)) end
-  local answer = {now, recovery, #granted}
-  for _, id in ipairs(granted) do answer[#answer + 1] = id end
+  local answer = {now, recovery}
+  add_list(answer, granted)
   for _, value in ipairs(rest) do answer[#answer + 1] = value end
   return answer
 end

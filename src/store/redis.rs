@@ -162,13 +162,20 @@ impl RedisLink {
     /// The commands of a call, in the order in which they are applied.
     fn commands(&self, caller: &Caller, call: &Call) -> Vec<Cmd> {
         let writer = Writer { keys: &self.keys, run: &self.run, caller };
-        let releases = (!call.releases.is_empty()).then(|| writer.release(&call.releases));
+        let plan = Turns::of(call);
+        let of_kind =
+            |rated| call.acquires.iter().filter(move |acquire| is_rated(acquire) == rated);
+        let (none, releases) = (call.acquires[..0].iter(), &call.releases[..]);
+        let first = match (plan.releases, plan.together) {
+            (_, true) => Some(writer.turn(releases, of_kind(false), false)),
+            (true, _) => Some(writer.turn(releases, none, false)),
+            _ => None,
+        };
         let heartbeat = call.heartbeat.as_ref().map(|heartbeat| writer.heartbeat(heartbeat));
-        let acquires = [false, true].into_iter().filter_map(|rated| {
-            let of_kind = call.acquires.iter().filter(move |acquire| is_rated(acquire) == rated);
-            of_kind.clone().next().is_some().then(|| writer.acquire(of_kind, rated))
-        });
-        releases.into_iter().chain(heartbeat).chain(acquires).collect()
+        let others = plan.others && !plan.together;
+        let others = others.then(|| writer.turn(&[], of_kind(false), false));
+        let rated = plan.rated.then(|| writer.turn(&[], of_kind(true), true));
+        [first, heartbeat, others, rated].into_iter().flatten().collect()
     }
 
     async fn apply(&self, commands: Vec<Cmd>, call: &Call) -> Result<Reply, StoreError> {
@@ -181,16 +188,19 @@ impl RedisLink {
         let mut answers = answers.into_iter();
         let mut next = || answers.next().unwrap_or(Value::Nil).extract_error();
         let mut reply = Reply::default();
-        if !call.releases.is_empty() {
-            reply.releases = Some(scripts::read_release(next()?)?);
+        let plan = Turns::of(call);
+        if plan.releases {
+            let (releases, acquires) = scripts::read_turn(next()?)?;
+            reply.releases = Some(releases);
+            reply.acquires = plan.together.then_some(acquires);
         }
         if call.heartbeat.is_some() {
             reply.heartbeat = Some(scripts::read_heartbeat(next()?)?);
         }
-        let rated = call.acquires.iter().filter(|acquire| is_rated(acquire)).count();
-        if rated < call.acquires.len() {
-            reply.acquires = Some(scripts::read_acquire(next()?)?);
+        if plan.others && !plan.together {
+            reply.acquires = Some(scripts::read_turn(next()?)?.1);
         }
+        let rated = call.acquires.iter().filter(|acquire| is_rated(acquire)).count();
         if rated > 0 {
             let of_rated = match next() {
                 // Only these keep more the more values of a key there are, so only these are refused.
@@ -203,11 +213,30 @@ impl RedisLink {
                     outcomes: vec![Acquired::NoMemory; rated],
                     ..AcquireReply::default()
                 },
-                answer => scripts::read_acquire(answer?)?,
+                answer => scripts::read_turn(answer?)?.1,
             };
             reply.acquires = Some(merge(call, reply.acquires.take().unwrap_or_default(), of_rated));
         }
         Ok(reply)
+    }
+}
+
+/// Which commands a call becomes.
+struct Turns {
+    releases: bool,
+    /// Requests without rates.
+    others: bool,
+    rated: bool,
+    /// Releases and requests without rates, in one command.
+    together: bool,
+}
+
+impl Turns {
+    fn of(call: &Call) -> Self {
+        let releases = !call.releases.is_empty();
+        let others = call.acquires.iter().any(|acquire| !is_rated(acquire));
+        let rated = call.acquires.iter().any(is_rated);
+        Self { releases, others, rated, together: call.is_one_turn() }
     }
 }
 

@@ -3,6 +3,7 @@
 
 use std::{
     io::Write as _,
+    iter::Take,
     sync::{Arc, LazyLock},
 };
 
@@ -30,32 +31,31 @@ impl Script {
 /// A script that writes: the line with its flags, the shared parts, and what is its own. The short way of a script, if it has
 /// one, stands before everything that only the long way needs.
 macro_rules! writing {
-    ($flags:literal, $file:literal $(, $quick:literal)*) => {
+    ($flags:literal, [$($quick:literal)?], $($file:literal),+) => {
         LazyLock::new(|| {
             Script::new(concat!(
                 $flags,
                 include_str!("../../scripts/shared/enter.lua"),
-                $(include_str!(concat!("../../scripts/shared/", $quick)),)*
+                $(include_str!(concat!("../../scripts/shared/", $quick)),)?
                 include_str!("../../scripts/shared/set.lua"),
                 include_str!("../../scripts/shared/grant.lua"),
-                include_str!(concat!("../../scripts/", $file)),
+                $(include_str!(concat!("../../scripts/", $file)),)+
             ))
         })
     };
 }
 
-static ACQUIRE: LazyLock<Script> =
-    writing!("#!lua flags=allow-oom\n", "acquire.lua", "quick.lua", "acquire_quick.lua");
-static ACQUIRE_RATED: LazyLock<Script> = writing!("#!lua\n", "acquire.lua", "quick.lua");
-static RELEASE: LazyLock<Script> =
-    writing!("#!lua flags=allow-oom\n", "release.lua", "quick.lua", "release_quick.lua");
-static HEARTBEAT: LazyLock<Script> = writing!("#!lua flags=allow-oom\n", "heartbeat.lua");
+/// Releases and acquires, which mostly go together.
+static TURN: LazyLock<Script> =
+    writing!("#!lua flags=allow-oom\n", ["quick.lua"], "release.lua", "acquire.lua");
+static TURN_RATED: LazyLock<Script> = writing!("#!lua\n", [], "release.lua", "acquire.lua");
+static HEARTBEAT: LazyLock<Script> = writing!("#!lua flags=allow-oom\n", [], "heartbeat.lua");
 static STATUS: LazyLock<Script> =
     LazyLock::new(|| Script::new(include_str!("../../scripts/status.lua")));
 
 /// Has Redis keep every script. Returns how many answers that brings.
 pub(super) fn load(pipeline: &mut Pipeline) -> usize {
-    let all: [&Script; 5] = [&RELEASE, &HEARTBEAT, &ACQUIRE, &ACQUIRE_RATED, &STATUS];
+    let all: [&Script; 4] = [&TURN, &TURN_RATED, &HEARTBEAT, &STATUS];
     for script in all {
         pipeline.cmd("SCRIPT").arg("LOAD").arg(script.text);
     }
@@ -73,70 +73,33 @@ pub(super) struct Writer<'a> {
 }
 
 impl Writer<'_> {
-    /// Requests that ask no rate run even where Redis has no memory left, since what they keep is bounded; others don't.
-    pub(super) fn acquire<'a>(
+    /// Releases, then acquires. Requests that ask no rate run even where Redis has no memory left, since what they keep is
+    /// bounded; those that are rated don't.
+    pub(super) fn turn<'a>(
         &self,
+        releases: &[Release],
         acquires: impl Iterator<Item = &'a Acquire> + Clone,
         rated: bool,
     ) -> Cmd {
-        let sets = distinct(acquires.clone().map(|acquire| &acquire.ask));
-        let rates = distinct_rates(acquires.clone().map(|acquire| &acquire.ask));
-        let script = if rated { &ACQUIRE_RATED } else { &ACQUIRE };
-        let (mut cmd, first_rate) = self.begin(script, &sets, &rates, acquires.clone().count());
-        let alike = |a: &Acquire, b: &Acquire| {
-            a.may_wait == b.may_wait && a.again == b.again && a.waited == b.waited && {
-                let (a, b) = (&a.ask, &b.ask);
-                let rateless = a.rates.is_empty() && b.rates.is_empty();
-                rateless && are_alike(a, b) && Arc::ptr_eq(&a.route, &b.route)
-            }
-        };
-        groups(
-            &mut cmd,
-            acquires,
-            alike,
-            |acquire| &acquire.ask,
-            |acquire, text| {
-                let Acquire { ask, waited, may_wait, again } = acquire;
-                for word in [ask.class as i64 + 1, (*may_wait).into(), (*again).into(), *waited] {
-                    text.number(word);
-                }
-                for rate in ask.rates.iter() {
-                    text.number((first_rate + place_of(&rates, rate)) as i64);
-                    text.number(rate.requests.into());
-                    text.number(rate.window);
-                    text.number(rate.shadow.into());
-                }
-                text.wants(&sets, ask);
-                text.next(&ask.route);
-            },
-        );
-        cmd
-    }
-
-    pub(super) fn release(&self, releases: &[Release]) -> Cmd {
-        let sets = distinct(releases.iter().map(|release| &release.ask));
-        let refunds = releases.iter().filter(|release| release.refund);
-        let rates = distinct_rates(refunds.map(|release| &release.ask));
-        let (mut cmd, first_rate) = self.begin(&RELEASE, &sets, &rates, releases.len());
-        let alike = |a: &Release, b: &Release| {
-            a.queued == b.queued && !a.refund && !b.refund && are_alike(&a.ask, &b.ask)
-        };
-        groups(
-            &mut cmd,
-            releases.iter(),
-            alike,
-            |release| &release.ask,
-            |release, text| {
-                let Release { ask, queued, refund } = release;
-                text.number(ask.class as i64 + 1);
-                text.number((*queued).into());
-                let refunded = if *refund { &ask.rates[..] } else { &[] };
-                for rate in refunded {
-                    text.number((first_rate + place_of(&rates, rate)) as i64);
-                }
-                text.wants(&sets, ask);
-            },
-        );
+        let asks = releases.iter().map(|release| &release.ask);
+        let asks = asks.chain(acquires.clone().map(|acquire| &acquire.ask));
+        let refunded = releases.iter().filter(|release| release.refund).map(|release| &release.ask);
+        let sets = distinct(asks.clone());
+        let rates = distinct_rates(refunded.chain(acquires.clone().map(|acquire| &acquire.ask)));
+        let script = if rated { &TURN_RATED } else { &TURN };
+        let (mut cmd, first_rate) = self.begin(script, &sets, &rates, 5 + asks.count());
+        let parts = Parts { sets: &sets, rates: &rates, first_rate };
+        cmd.arg(groups(releases.iter(), are_released_alike).count());
+        for group in groups(releases.iter(), are_released_alike) {
+            parts.add(&mut cmd, group.clone().map(|release| &release.ask), |text| {
+                parts.of_release(text, group.clone().next());
+            });
+        }
+        for group in groups(acquires, are_asked_alike) {
+            parts.add(&mut cmd, group.clone().map(|acquire| &acquire.ask), |text| {
+                parts.of_acquire(text, group.clone().next());
+            });
+        }
         cmd
     }
 
@@ -201,6 +164,25 @@ impl Writer<'_> {
     }
 }
 
+pub(super) fn status(keys: &Keys, set: &SetSpec) -> Cmd {
+    let mut cmd = Cmd::new();
+    cmd.arg("EVALSHA").arg(&STATUS.hash);
+    cmd.arg(1 + Keys::OF_SET + set.classes.len()).arg(&keys.fleet);
+    keys.of_set(set, |key| {
+        cmd.arg(key);
+    });
+    cmd
+}
+
+fn id(cmd: &mut Cmd, id: Uuid) {
+    let mut text = Uuid::encode_buffer();
+    cmd.arg(&*id.hyphenated().encode_lower(&mut text));
+}
+
+fn flag(cmd: &mut Cmd, value: bool) {
+    cmd.arg(if value { "1" } else { "0" });
+}
+
 /// A set as the caller's configuration has it.
 fn policy(set: &SetSpec) -> Text {
     let mut text = Text::default();
@@ -220,24 +202,96 @@ fn policy(set: &SetSpec) -> Text {
     text
 }
 
-/// Writes what items that are alike have in common, how many they are, and their ids; then the next ones.
-fn groups<'a, T: 'a>(
-    cmd: &mut Cmd,
-    items: impl Iterator<Item = &'a T> + Clone,
-    alike: impl Fn(&T, &T) -> bool,
-    ask: impl Fn(&T) -> &Ask,
-    common: impl Fn(&T, &mut Text),
-) {
-    let (mut items, mut text) = (items, Text::default());
-    while let Some(first) = items.clone().next() {
-        let group = items.clone().take_while(|item| alike(first, item)).count().max(1);
-        text.clear();
-        common(first, &mut text);
-        cmd.arg(text.bytes()).arg(group);
-        for item in items.by_ref().take(group) {
-            id(cmd, ask(item).id);
+/// What stands where among the arguments.
+struct Parts<'a> {
+    sets: &'a [&'a SetSpec],
+    rates: &'a [&'a RateSpec],
+    first_rate: usize,
+}
+
+impl Parts<'_> {
+    /// Writes what asks that are alike have in common, how many they are, and their ids.
+    fn add<'a>(
+        &self,
+        cmd: &mut Cmd,
+        asks: impl Iterator<Item = &'a Ask> + Clone,
+        common: impl FnOnce(&mut Text),
+    ) {
+        let mut text = Text::default();
+        common(&mut text);
+        cmd.arg(text.bytes()).arg(asks.clone().count());
+        for ask in asks {
+            id(cmd, ask.id);
         }
     }
+
+    fn of_release(&self, text: &mut Text, release: Option<&Release>) {
+        let Some(Release { ask, queued, refund }) = release else { return };
+        text.number(ask.class as i64 + 1);
+        text.number((*queued).into());
+        for rate in if *refund { &ask.rates[..] } else { &[] } {
+            text.number(self.place_of(rate));
+        }
+        self.wants(text, ask);
+    }
+
+    fn of_acquire(&self, text: &mut Text, acquire: Option<&Acquire>) {
+        let Some(Acquire { ask, waited, may_wait, again }) = acquire else { return };
+        for word in [ask.class as i64 + 1, (*may_wait).into(), (*again).into(), *waited] {
+            text.number(word);
+        }
+        for rate in ask.rates.iter() {
+            text.number(self.place_of(rate));
+            text.number(rate.requests.into());
+            text.number(rate.window);
+            text.number(rate.shadow.into());
+        }
+        self.wants(text, ask);
+        text.next(&ask.route);
+    }
+
+    fn wants(&self, text: &mut Text, ask: &Ask) {
+        text.next("");
+        for want in ask.wants.iter() {
+            let index = self.sets.iter().position(|set| set.key == want.set.key);
+            text.number(index.map_or(0, |index| index as i64 + 1));
+            text.number(want.weight.into());
+        }
+    }
+
+    /// Where among the keys.
+    fn place_of(&self, rate: &RateSpec) -> i64 {
+        let place = self.rates.iter().position(|known| known.key == rate.key);
+        (self.first_rate + place.unwrap_or(0)) as i64
+    }
+}
+
+/// Runs of items that are alike.
+fn groups<'a, T: 'a, I: Iterator<Item = &'a T> + Clone>(
+    items: I,
+    alike: impl Fn(&T, &T) -> bool,
+) -> impl Iterator<Item = Take<I>> {
+    let mut rest = items;
+    std::iter::from_fn(move || {
+        let group = rest.clone();
+        let first = rest.next()?;
+        let mut count = 1;
+        while rest.clone().next().is_some_and(|next| alike(first, next)) {
+            rest.next();
+            count += 1;
+        }
+        Some(group.take(count))
+    })
+}
+
+fn are_released_alike(a: &Release, b: &Release) -> bool {
+    a.queued == b.queued && !a.refund && !b.refund && are_alike(&a.ask, &b.ask)
+}
+
+fn are_asked_alike(a: &Acquire, b: &Acquire) -> bool {
+    let rated = !a.ask.rates.is_empty() || !b.ask.rates.is_empty();
+    let alike = a.may_wait == b.may_wait && a.again == b.again && a.waited == b.waited;
+    alike && !rated && are_alike(&a.ask, &b.ask) && Arc::ptr_eq(&a.ask.route, &b.ask.route)
 }
 
 /// Whether two ask for the same slots, in the same class.
@@ -252,10 +306,6 @@ struct Text(Vec<u8>);
 impl Text {
     fn bytes(&self) -> &[u8] {
         &self.0
-    }
-
-    fn clear(&mut self) {
-        self.0.clear();
     }
 
     fn word(&mut self, word: &str) {
@@ -280,33 +330,6 @@ impl Text {
         self.0.push(b';');
         self.word(word);
     }
-
-    fn wants(&mut self, sets: &[&SetSpec], ask: &Ask) {
-        self.next("");
-        for want in ask.wants.iter() {
-            let index = sets.iter().position(|set| set.key == want.set.key);
-            self.number(index.map_or(0, |index| index as i64 + 1));
-            self.number(want.weight.into());
-        }
-    }
-}
-pub(super) fn status(keys: &Keys, set: &SetSpec) -> Cmd {
-    let mut cmd = Cmd::new();
-    cmd.arg("EVALSHA").arg(&STATUS.hash);
-    cmd.arg(1 + Keys::OF_SET + set.classes.len()).arg(&keys.fleet);
-    keys.of_set(set, |key| {
-        cmd.arg(key);
-    });
-    cmd
-}
-
-fn id(cmd: &mut Cmd, id: Uuid) {
-    let mut text = Uuid::encode_buffer();
-    cmd.arg(&*id.hyphenated().encode_lower(&mut text));
-}
-
-fn flag(cmd: &mut Cmd, value: bool) {
-    cmd.arg(if value { "1" } else { "0" });
 }
 
 /// The sets that the asks name, once each, in the order of first use.
@@ -328,10 +351,6 @@ fn distinct_rates<'a>(asks: impl Iterator<Item = &'a Ask>) -> Vec<&'a RateSpec> 
         }
     }
     rates
-}
-
-fn place_of(rates: &[&RateSpec], rate: &RateSpec) -> usize {
-    rates.iter().position(|known| known.key == rate.key).unwrap_or(0)
 }
 
 /// Version, slots or `-`, and the claims with commas around each.
@@ -369,15 +388,23 @@ fn read_override(text: &str) -> Result<Option<Override>, StoreError> {
 
 // === replies ===
 
-pub(super) fn read_acquire(reply: Value) -> Result<AcquireReply, StoreError> {
+/// The answers to releases and to acquires, if the turn had any.
+pub(super) fn read_turn(reply: Value) -> Result<(ReleaseReply, AcquireReply), StoreError> {
     let mut reader = Reader::of(reply)?;
-    let (stamp, granted) = reader.begin()?;
-    let displaced = reader.many(Reader::id)?;
+    let (stamp, handed_on) = reader.begin()?;
+    let released = reader.many(|reader| match reader.int()? {
+        0 => Ok(Released::Released),
+        1 => Ok(Released::Dequeued),
+        2 => Ok(Released::Unknown),
+        _ => Err(bad("an unknown outcome of a release")),
+    })?;
+    let (granted, displaced) = (reader.many(Reader::id)?, reader.many(Reader::id)?);
     let mut outcomes = Vec::with_capacity(reader.left() / 3);
     while reader.left() > 0 {
         outcomes.push(read_acquired(reader.int()?, reader.number()?, reader.int()?)?);
     }
-    Ok(AcquireReply { stamp, outcomes, granted, displaced })
+    let releases = ReleaseReply { stamp, outcomes: released, granted: handed_on };
+    Ok((releases, AcquireReply { stamp, outcomes, granted, displaced }))
 }
 
 fn read_acquired(code: i64, detail: u32, by: i64) -> Result<Acquired, StoreError> {
@@ -401,21 +428,6 @@ fn read_acquired(code: i64, detail: u32, by: i64) -> Result<Acquired, StoreError
         (12..=15, Some(why)) => Ok(Acquired::Shadowed { by: refuser, why }),
         _ => Err(bad("an unknown outcome of an acquire")),
     }
-}
-
-pub(super) fn read_release(reply: Value) -> Result<ReleaseReply, StoreError> {
-    let mut reader = Reader::of(reply)?;
-    let (stamp, granted) = reader.begin()?;
-    let mut outcomes = Vec::with_capacity(reader.left());
-    while reader.left() > 0 {
-        outcomes.push(match reader.int()? {
-            0 => Released::Released,
-            1 => Released::Dequeued,
-            2 => Released::Unknown,
-            _ => return Err(bad("an unknown outcome of a release")),
-        });
-    }
-    Ok(ReleaseReply { stamp, outcomes, granted })
 }
 
 pub(super) fn read_heartbeat(reply: Value) -> Result<BeatReply, StoreError> {
@@ -543,8 +555,7 @@ mod tests {
     fn a_reply_that_makes_no_sense_is_an_error() {
         let all = |reply: &Value| {
             [
-                is_bad(read_acquire(reply.clone())),
-                is_bad(read_release(reply.clone())),
+                is_bad(read_turn(reply.clone())),
                 is_bad(read_heartbeat(reply.clone())),
                 is_bad(read_status(reply.clone())),
             ]
@@ -561,17 +572,18 @@ mod tests {
             array(&[7, 7, 1, 7, 7, 7]),
             Value::Array(vec![Value::BulkString(b"7".to_vec())]),
         ] {
-            assert_eq!(all(&reply), [true; 4], "{reply:?}");
+            assert_eq!(all(&reply), [true; 3], "{reply:?}");
         }
-        assert!(is_bad(read_acquire(array(&[7, 7, 0, 5, 0, 0]))));
-        assert!(is_bad(read_acquire(array(&[7, 7, 0, 0, 0]))));
-        assert!(is_bad(read_release(array(&[7, 7, 0, 3]))));
+        assert!(read_turn(array(&[7, 7, 0, 1, 2, 0, 0, 0, 0, 0])).is_ok());
+        assert!(is_bad(read_turn(array(&[7, 7, 0, 1, 3, 0, 0]))));
+        assert!(is_bad(read_turn(array(&[7, 7, 0, 0, 0, 0, 9, 0, 0]))));
+        assert!(is_bad(read_turn(array(&[7, 7, 0, 0, 0, 0, 0, 0]))));
         assert!(is_bad(read_heartbeat(array(&[7, 7, 0, 0, 1, 2]))));
     }
 
     #[test]
     fn a_stale_caller_is_told_so() {
-        assert!(matches!(read_acquire(array(&[-1])), Err(StoreError::Stale)));
+        assert!(matches!(read_turn(array(&[-1])), Err(StoreError::Stale)));
         assert!(matches!(read_heartbeat(array(&[-1])), Err(StoreError::Stale)));
     }
 }
