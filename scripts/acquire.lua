@@ -9,9 +9,9 @@
 --       class (from 1), may wait (0 | 1), again (0 | 1), waited ms, then index in KEYS, requests, window ms and shadow
 --       (0 | 1) of each rate; behind a semicolon set (from 1) and weight of each want; behind another the route
 -- Returns: {-1} if the caller has a newer connection, else
---       {now, start of recovery, number of waiters that the releases handed slots to, their ids …, number of releases,
---        a code for each: 0 released, 1 dequeued, 2 unknown, number of granted, granted ids …, number of displaced,
---        displaced ids …, then for each request: code, what of it, by what}
+--       {now, start of recovery, what the releases granted (add_grants), number of releases and a code for each
+--        (0 released, 1 dequeued, 2 unknown), what the acquires granted (add_grants), number of displaced, displaced
+--        ids …, then for each request: code, what of it, by what}
 --       with code 0 granted, 1 waiting (length of the queue, want), refused: 2 full (length of the queue), 3 recovering,
 --       4 too heavy, 5 rate limited (ms until it fits); ten more: granted, but a set or rate in shadow mode would have
 --       refused. By what: a want, counted from 0, or a rate, counted from -1 down
@@ -91,6 +91,7 @@ end
 local function admit(set, ask, weight)
   put_slot(set, ask.id, now, weight)
   put_info(set, ask.id, me, ask.class, weight, now, ask.route)
+  fence(set, ask.id)
 end
 
 -- What a set in shadow mode would say, if it would say no. Everyone is admitted.
@@ -113,6 +114,7 @@ local function take(set, ask, weight)
       redis.call('HDEL', set.meta, 'pending:' .. ask.id)
       put_slot(set, ask.id, now, weight)
       tell_by_outcome(ask.id)
+      fence(set, ask.id)
       return 0, 0
     end
     if redis.call('ZSCORE', set.classes[ask.class].queue, ask.id) then return 1, line(set, ask.class) end
@@ -207,8 +209,9 @@ while arg <= #ARGV do
 end
 
 local rest = {}
+add_grants(rest, handed_on, fences_handed_on)
 add_list(rest, released)
-add_list(rest, granted)
+add_grants(rest, granted, fences)
 add_list(rest, displaced)
 for _, value in ipairs(outcomes) do rest[#rest + 1] = value end
-return conclude(handed_on, rest)
+return conclude(rest)

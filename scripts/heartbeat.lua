@@ -9,8 +9,7 @@
 --       text), an operator's order (slots, - to end it, or an empty text), number of renewals, and for each of them
 --       id, route, class (from 1), weight, lapsed (0 | 1)
 -- Returns: {-1} if the caller has a newer connection, else
---       {now, start of recovery, number of granted, granted ids …, number of pending, pending ids …,
---        number of renewals, then for each a code (0 kept, 1 re-added), then for each set:
+--       {now, start of recovery, what was granted (add_grants), number of pending, pending ids …, number of renewals, then for each a code (0 kept, 1 re-added), then for each set:
 --        slots in force, slots used, waiters, the caller's own waiters, lease in force ms, the override (or an empty text)}
 
 local subscribed, leaving = ARGV[arg] == '1', ARGV[arg + 1] == '1'
@@ -210,7 +209,8 @@ end
 
 for _, id in ipairs(again) do pending[#pending + 1] = id end
 local rest = {}
+add_grants(rest, granted, fences)
 add_list(rest, pending)
 add_list(rest, renewed)
 for _, value in ipairs(states) do rest[#rest + 1] = value end
-return conclude(granted, rest)
+return conclude(rest)

@@ -7,11 +7,11 @@
 -- ARGV then: number of groups of ids that are alike, and for each group: what they are, how many, and the ids. What they
 --       are: class (from 1), queued (0 | 1), index in KEYS of each rate to refund; behind a semicolon set (from 1) and
 --       weight of each want
--- Leaves behind: released (a code for each id: 0 released, 1 dequeued, 2 unknown), handed_on (granted by it), arg
+-- Leaves behind: released (a code for each id: 0 released, 1 dequeued, 2 unknown), handed_on and fences_handed_on (granted by it), arg
 
 for _, set in ipairs(sets) do open(set, meta, used) end
 
-local released, handed_on = {}, {}
+local released, handed_on, fences_handed_on = {}, {}, {}
 local groups = tonumber(ARGV[arg])
 arg = arg + 1
 if groups > 0 then
@@ -31,5 +31,5 @@ if groups > 0 then
     arg = last_id + 1
   end
   for _, set in ipairs(sets) do grant(set) end
-  handed_on, granted = granted, {}
+  handed_on, fences_handed_on, granted, fences = granted, fences, {}, {}
 end

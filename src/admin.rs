@@ -14,7 +14,7 @@ use uuid::Uuid;
 
 use crate::{
     admission::Admission,
-    config::{Config, MOST_SLOTS, StoreKind},
+    config::{Config, Limit, MOST_SLOTS, StoreKind},
     leases::Outlook,
     metrics::Metrics,
     store::{SetState, SetStatus, StoreError},
@@ -38,6 +38,8 @@ pub struct Admin {
     instance: Uuid,
     store: &'static str,
     limits: Vec<Arc<str>>,
+    /// Per limit, how many slots an operator may give it.
+    most_slots: Vec<u32>,
     classes: Vec<Arc<str>>,
     admission: Arc<Admission>,
     metrics: Arc<Metrics>,
@@ -87,6 +89,7 @@ impl Admin {
             StoreKind::Redis(_) => "redis",
         };
         let limits = config.limits.iter().map(|limit| Arc::clone(&limit.name)).collect();
+        let most = |limit: &Limit| if limit.fence_header.is_some() { 1 } else { MOST_SLOTS };
         let instance = admission.instance();
         let guard = Guard::new(config.admin.as_ref());
         Arc::new(Self {
@@ -94,6 +97,7 @@ impl Admin {
             instance,
             store,
             limits,
+            most_slots: config.limits.iter().map(most).collect(),
             admission,
             metrics,
             draining,
@@ -132,7 +136,7 @@ impl Admin {
     async fn limit(&self, index: usize, request: Request<Incoming>) -> Answer {
         let status = match *request.method() {
             Method::GET | Method::HEAD => self.admission.status(index).await,
-            Method::PATCH => match self.wanted_slots(request).await {
+            Method::PATCH => match self.wanted_slots(index, request).await {
                 Ok(slots) => match self.admission.set_slots(index, slots).await {
                     Ok(status) => Ok(status),
                     Err(error) => {
@@ -153,7 +157,11 @@ impl Admin {
     }
 
     /// The slots that a permitted write asks for; none for what the configuration says.
-    async fn wanted_slots(&self, request: Request<Incoming>) -> Result<Option<u32>, Denied> {
+    async fn wanted_slots(
+        &self,
+        limit: usize,
+        request: Request<Incoming>,
+    ) -> Result<Option<u32>, Denied> {
         self.guard.check(request.headers())?;
         let body = Limited::new(request.into_body(), LONGEST_BODY).collect();
         let body = tokio::time::timeout(BODY_TIMEOUT, body).await;
@@ -166,7 +174,13 @@ impl Admin {
         let why =
             "the body must be {\"slots\": N} with N from 0 to 1000000, or {\"slots\": null}\n";
         let slots = slots.filter(|&slots| slots <= MOST_SLOTS);
-        slots.map(Some).ok_or((StatusCode::BAD_REQUEST, why))
+        match slots {
+            Some(slots) if slots > self.most_slots[limit] => Err((
+                StatusCode::BAD_REQUEST,
+                "a limit with a fence_header has one slot, or none: one number can't tell several holders apart\n",
+            )),
+            slots => slots.map(Some).ok_or((StatusCode::BAD_REQUEST, why)),
+        }
     }
 
     /// Ready once start-up recovery is over; saturation never makes an instance unready.

@@ -57,7 +57,7 @@ pub struct Permit {
 
 #[derive(Debug)]
 struct Held {
-    _lease: Lease,
+    lease: Lease,
     meters: Arc<[LimitMetrics]>,
 }
 
@@ -154,7 +154,7 @@ impl Admission {
                     self.metrics.shadowed(would.limit, would.rate, class, reason);
                 }
                 meters.iter().for_each(|meter| meter.granted(taken - asked));
-                let held = Some(Held { _lease: lease, meters: Arc::clone(meters) });
+                let held = Some(Held { lease, meters: Arc::clone(meters) });
                 Ok(Permit { id, held, taken, max_hold: *max_hold })
             }
             Err(refused) => {
@@ -231,6 +231,11 @@ impl Permit {
         self.id
     }
 
+    /// The number of the grant, higher than of any before, where one of the limits has a `fence_header`.
+    pub fn fence(&self) -> Option<u64> {
+        self.held.as_ref().and_then(|held| held.lease.fence())
+    }
+
     /// When the slots were taken.
     pub fn taken(&self) -> Instant {
         self.taken
@@ -290,6 +295,7 @@ fn limit_settings(config: &Config, index: usize, local: bool) -> LimitSettings {
         ageing: ms(config.classes.ageing).max(1),
         keyed: limit.key.is_some(),
         shadow: limit.mode == Mode::Shadow,
+        fenced: limit.fence_header.is_some(),
         classes: classes
             .clone()
             .map(|(name, policy)| ClassSpec {

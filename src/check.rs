@@ -220,6 +220,9 @@ fn limit(limit: &Limit, config: &Config) -> String {
     if let Some(header) = &limit.holder_header {
         text += &format!("\n    tells the holder in {header}");
     }
+    if let Some(header) = &limit.fence_header {
+        text += &format!("\n    tells the number of the grant in {header}");
+    }
     text
 }
 

@@ -137,6 +137,8 @@ pub struct Limit {
     pub mode: Mode,
     /// Tells the upstream the holder's id.
     pub holder_header: Option<HeaderName>,
+    /// Tells the upstream the number of the grant, which is higher than of any before. Only where there is one slot.
+    pub fence_header: Option<HeaderName>,
 }
 
 /// `queue = { size, timeout }`
@@ -244,6 +246,7 @@ impl Limit {
             status: StatusCode::SERVICE_UNAVAILABLE,
             mode: Mode::Enforce,
             holder_header: None,
+            fence_header: None,
         }
     }
 }

@@ -12,6 +12,7 @@ use crate::{
     headers,
     reason::Reason,
     reply,
+    told::Told,
 };
 
 const TIDEGATE_DEGRADED: HeaderName = HeaderName::from_static("tidegate-degraded");
@@ -21,7 +22,7 @@ const CACHE_STATUS: HeaderName = HeaderName::from_static("cache-status");
 #[derive(Debug)]
 pub(crate) enum Rung {
     /// Another upstream, by index, under its own limits.
-    Upstream { upstream: usize, forward_credentials: bool, mark: HeaderValue },
+    Upstream { upstream: usize, forward_credentials: bool, mark: HeaderValue, told: Told },
     /// A copy of an earlier answer that was fresh no longer ago than this.
     Stale { allowance: Duration },
     /// A fixed answer.
@@ -38,6 +39,7 @@ impl Rung {
                     upstream: *upstream,
                     forward_credentials: *forward_credentials,
                     mark,
+                    told: Told::of(config, &config.upstreams[*upstream].limits),
                 }
             }
             Step::Stale { allowance } => Self::Stale { allowance: *allowance },

@@ -62,6 +62,7 @@ pub struct Lease {
     slots: Slots,
     taken: Instant,
     shadow: Option<Refused>,
+    fence: Option<u64>,
 }
 
 /// How a lease says which slots it gives back.
@@ -259,9 +260,9 @@ impl Desk {
         let became = keeper.on_asked_at_once(acquire, reply, deadline, now);
         self.leave_for_good(keeper);
         match became {
-            AtOnce::Taken { ask, shadow } => {
+            AtOnce::Taken { ask, shadow, fence } => {
                 let (desk, slots) = (Arc::clone(self), Slots::AtOnce(Some(ask)));
-                Pending(Awaited::Told(Some(Lease { desk, slots, taken: now, shadow })))
+                Pending(Awaited::Told(Some(Lease { desk, slots, taken: now, shadow, fence })))
             }
             AtOnce::Later(answer) => Pending::waiting(self, id, answer),
         }
@@ -323,10 +324,10 @@ impl Desk {
         let left = keeper.has_left();
         drop(keeper);
         for answer in answers {
-            let Answer { id, to, outcome, shadow } = answer;
+            let Answer { id, to, outcome, shadow, fence } = answer;
             let lease = |taken| {
                 let (desk, slots) = (Arc::clone(self), Slots::Listed(id));
-                Lease { desk, slots, taken, shadow }
+                Lease { desk, slots, taken, shadow, fence }
             };
             let outcome = outcome.map(lease);
             let _ = to.send(outcome);
@@ -515,6 +516,11 @@ impl Lease {
     /// What a limit or a rate in shadow mode would have said.
     pub fn shadow(&self) -> Option<Refused> {
         self.shadow
+    }
+
+    /// The number of the grant, higher than of any before, where one of the sets is fenced.
+    pub fn fence(&self) -> Option<u64> {
+        self.fence
     }
 
     /// When the slots were taken, by this instance's clock.

@@ -54,6 +54,8 @@ struct Fleet {
     last: i64,
     run: Box<str>,
     recovery: i64,
+    /// The last that was given, of any set.
+    fence: u64,
     /// Per set: the latest end of a lease among members taken through Tidegate. Tells a lost set from an empty one.
     live: HashMap<Arc<str>, i64>,
     epochs: HashMap<Uuid, u64>,
@@ -70,6 +72,7 @@ struct Context<'a> {
     pushes: &'a mut Vec<(Uuid, Uuid, Notice)>,
     rates: &'a mut HashMap<Arc<str>, Window>,
     granted: Vec<Uuid>,
+    fences: Vec<(Uuid, u64)>,
     displaced: Vec<Uuid>,
     /// Waiters of the caller that should ask again.
     again: Vec<Uuid>,
@@ -102,14 +105,21 @@ impl Ledger {
             }
         }
         let handed_on = std::mem::take(&mut context.granted);
+        let fences_handed_on = std::mem::take(&mut context.fences);
         let mut outcomes = Vec::with_capacity(acquires.len());
         for acquire in acquires {
             outcomes.push(acquire_one(sets, &mut context, acquire));
         }
         finish_all(sets, &mut context, &used);
-        let (stamp, granted, displaced) = (context.stamp(), context.granted, context.displaced);
-        let releases = ReleaseReply { stamp, outcomes: released, granted: handed_on };
-        Ok((releases, AcquireReply { stamp, outcomes, granted, displaced }))
+        let stamp = context.stamp();
+        let Context { granted, fences, displaced, .. } = context;
+        let releases = ReleaseReply {
+            stamp,
+            outcomes: released,
+            granted: handed_on,
+            fences: fences_handed_on,
+        };
+        Ok((releases, AcquireReply { stamp, outcomes, granted, fences, displaced }))
     }
 
     /// A turn of acquires alone.
@@ -189,6 +199,7 @@ impl Ledger {
         reply.pending.append(&mut context.again);
         reply.stamp = context.stamp();
         reply.granted = context.granted;
+        reply.fences = context.fences;
         Ok(reply)
     }
 
@@ -253,6 +264,7 @@ impl Ledger {
             pushes: &mut self.pushes,
             rates: &mut self.rates,
             granted: Vec::new(),
+            fences: Vec::new(),
             displaced: Vec::new(),
             again: Vec::new(),
         };

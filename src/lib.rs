@@ -27,5 +27,6 @@ pub mod server;
 pub mod size;
 pub mod store;
 mod target;
+mod told;
 mod upload;
 mod upstream;

@@ -29,6 +29,7 @@ use crate::{
     route::{Miss, Routes},
     server::{ClientConn, Handler, RequestBody},
     target::{self, Objection},
+    told::Told,
     upload::{self, Outgoing, Upload},
     upstream::{Attempt, Upstream},
 };
@@ -70,8 +71,7 @@ struct Rules {
     on_full: Vec<Rung>,
     /// Headers that decide about admission, and count from trusted hops only.
     trusted_only: Vec<HeaderName>,
-    /// Headers in which the upstream is told the holder.
-    holder_headers: Vec<HeaderName>,
+    told: Told,
 }
 
 /// Where an admitted request goes, and what of it.
@@ -80,7 +80,7 @@ struct Target<'a> {
     keeps_credentials: bool,
     mark: Option<&'a HeaderValue>,
     trusted_only: &'a [HeaderName],
-    holder_headers: &'a [HeaderName],
+    told: &'a Told,
 }
 
 /// What a step of the ladder comes to.
@@ -99,14 +99,12 @@ impl Rules {
             WeightRule::Header { name, .. } => Some(name.clone()),
             WeightRule::Fixed(_) | WeightRule::Bytes { .. } => None,
         };
-        let holders =
-            route.limits.iter().filter_map(|&limit| config.limits[limit].holder_header.clone());
         Self {
             upstream: route.upstream,
             dialect: route.dialect,
             on_full: route.on_full.iter().map(|step| Rung::of(config, step)).collect(),
             trusted_only: class.into_iter().chain(weight).collect(),
-            holder_headers: holders.collect(),
+            told: Told::of(config, &route.limits),
         }
     }
 }
@@ -118,7 +116,7 @@ impl<'a> Target<'a> {
             keeps_credentials: true,
             mark: None,
             trusted_only: &rules.trusted_only,
-            holder_headers: &rules.holder_headers,
+            told: &rules.told,
         }
     }
 }
@@ -233,7 +231,7 @@ impl Proxy {
         }
         for (step, rung) in self.rules[route].on_full.iter().enumerate() {
             match rung {
-                Rung::Upstream { upstream, forward_credentials, mark } => {
+                Rung::Upstream { upstream, forward_credentials, mark, told } => {
                     let arrival = self.arrival(parts, conn);
                     let admitted = self.admission.admit_instead(route, step, &arrival).await;
                     if let Ok(permit) = admitted {
@@ -245,7 +243,7 @@ impl Proxy {
                                 upstream: *upstream,
                                 keeps_credentials: *forward_credentials,
                                 mark: Some(mark),
-                                holder_headers: &[],
+                                told,
                                 ..Target::of(rules)
                             },
                         ));
@@ -380,10 +378,7 @@ impl Proxy {
         if !target.keeps_credentials {
             degrade::remove_credentials(&mut parts.headers);
         }
-        for name in target.holder_headers {
-            let holder = HeaderValue::try_from(permit.holder().to_string());
-            parts.headers.insert(name, holder.expect("hex digits and hyphens"));
-        }
+        target.told.tell(&mut parts.headers, permit);
         if let Some(host) = &upstream.host {
             parts.headers.insert(HOST, host.clone());
         }

@@ -326,6 +326,19 @@ mod tests {
     }
 
     #[test]
+    fn a_crowd_that_obeys_does_not_come_back_as_one() {
+        // What the fullest tenth of a second may hold, where an even spread is 10, 20 and 1 %.
+        for (expected, most) in [(None, 0.13), (Some(1), 0.25), (Some(20), 0.02)] {
+            let mut bins = std::collections::HashMap::<u64, u32>::new();
+            for _ in 0..10_000 {
+                *bins.entry(draw(expected.map(Duration::from_secs)) / 100).or_default() += 1;
+            }
+            let fullest = f64::from(bins.into_values().max().unwrap()) / 10_000.0;
+            assert!(fullest <= most, "{expected:?}: {fullest} in one tenth of a second");
+        }
+    }
+
+    #[test]
     fn head_gets_no_body() {
         let response = Reply::from(Reason::NoRoute).respond(true, Duration::ZERO);
         assert!(response.body().is_end_stream());

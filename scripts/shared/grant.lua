@@ -63,6 +63,7 @@ local function grant(set)
     local id, info, score = first.id, first.info, now
     if info.instance == me then
       granted[#granted + 1] = id
+      fence(set, id)
     else
       if redis.call('HGET', fleet, 'sub:' .. info.instance) == '1' then
         local heard = redis.pcall('PUBLISH', channel .. info.instance, id)

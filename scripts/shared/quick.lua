@@ -1,5 +1,5 @@
--- Shared by release and acquire: their short way. It takes the calls that most calls are: one set without a key, weight 1, nobody
--- waits, no id was ever in a queue, and there is room for every newcomer. Everything else, and every doubt, is left to the
+-- Shared by release and acquire: their short way. It takes the calls that most calls are: one set without a key or a fence,
+-- weight 1, nobody waits, no id was ever in a queue, and there is room for every newcomer. Everything else, and every doubt, is left to the
 -- rest of the script, which says the same at length.
 
 local function quick()
@@ -18,7 +18,7 @@ local function quick()
     newcomers = newcomers + 2 + ARGV[newcomers + 1]
   end
   local members, infos, place, at = {}, {}, 1, newcomers
-  if at <= #ARGV and recovery > 0 and now < recovery + string.match(policy, '^%d %d (%d+)') then return nil end
+  if at <= #ARGV and recovery > 0 and now < recovery + string.match(policy, '^%d %d %d (%d+)') then return nil end
   while at <= #ARGV do
     local class, route = string.match(ARGV[at], '^(%d+) %d 0 %d+;1 1;(.*)$')
     if not class then return nil end
@@ -34,7 +34,7 @@ local function quick()
     at = last_id + 1
   end
 
-  local answer, gone = {now, recovery, 0, 0}, {}
+  local answer, gone = {now, recovery, 0, 0, 0}, {}
   at = arg + 1
   while at < newcomers do
     local last_id = at + 1 + ARGV[at + 1]
@@ -45,7 +45,7 @@ local function quick()
     end
     at = last_id + 1
   end
-  answer[4] = #answer - 4
+  answer[5] = #answer - 5
   if #gone > 0 then redis.call('HDEL', info, unpack(gone)) end
   if place > 1 then
     redis.call('ZADD', slots, unpack(members))
@@ -58,11 +58,11 @@ local function quick()
     redis.call('HDEL', fleet, 'live:' .. ARGV[6])
   end
   if #fleet_writes > 0 then redis.call('HSET', fleet, unpack(fleet_writes)) end
-  for i = 1, 2 + 3 * (place - 1) / 2 do answer[#answer + 1] = 0 end
+  for _ = 1, 3 + 3 * (place - 1) / 2 do answer[#answer + 1] = 0 end
   return answer
 end
 
-if set_count == 1 and string.sub(ARGV[7], 1, 1) == '0' then
+if set_count == 1 and string.find(ARGV[7], '^0 %d 0') then
   local answer = quick()
   if answer then return answer end
 end

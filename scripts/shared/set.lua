@@ -10,9 +10,9 @@ for i = 1, set_count do
   local policy, classes = string.match(ARGV[5 + 2 * i], '^([^;]*);(.*)$')
   for word in string.gmatch(policy, '%S+') do words[#words + 1] = word end
   local set = {
-    name = ARGV[4 + 2 * i], keyed = words[1] == '1', shadow = words[2] == '1', recovery = words[3],
-    claim = words[4] .. ' ' .. words[5], claimed = tonumber(words[4]),
-    grant_ttl = words[6], queue = tonumber(words[7]), ageing = words[8],
+    name = ARGV[4 + 2 * i], keyed = words[1] == '1', shadow = words[2] == '1', fenced = words[3] == '1', recovery = words[4],
+    claim = words[5] .. ' ' .. words[6], claimed = tonumber(words[5]),
+    grant_ttl = words[7], queue = tonumber(words[8]), ageing = words[9],
     slots = slots, meta = slots .. ':meta', info = slots .. ':info',
     -- The classes that the caller knows, then those that it doesn't (see_others).
     classes = {}, live = tonumber(facts[3 + i] or '0'), till = 0,
@@ -171,6 +171,16 @@ local function line(set, class)
   return count
 end
 
+-- A number that rises with every grant. It is the fleet's, since the keys of an idle set go, and never below the time in
+-- microseconds, should the fleet's be lost as well.
+local fences = {}
+local function fence(set, id)
+  if not set.fenced then return end
+  local number = math.max(tonumber(redis.call('HGET', fleet, 'fence') or '0') + 1, now * 1000)
+  redis.call('HSET', fleet, 'fence', string.format('%.0f', number))
+  fences[#fences + 1] = {id, number}
+end
+
 -- The members of a holder of weight w: id, id~2 … id~w.
 local function put_slot(set, id, score, weight)
   if score == now then score = now_text end
@@ -256,11 +266,18 @@ local function add_list(answer, list)
   for _, value in ipairs(list) do answer[#answer + 1] = value end
 end
 
+-- What a part of an operation brought: number of granted, granted ids …, number of fences, id and fence of each …
+local function add_grants(answer, granted, fences)
+  add_list(answer, granted)
+  answer[#answer + 1] = #fences
+  for _, pair in ipairs(fences) do answer[#answer + 1], answer[#answer + 2] = pair[1], pair[2] end
+end
+
 -- Ends an operation: rewrites every set's live_until, the latest end of a lease among members that have an info, that
 -- is: our own; then what is known of the fleet. While members come and go it may lie too far ahead, never too near; it goes
 -- when the set is empty or holds plain clients alone.
--- Returns {now, start of recovery, number of granted, granted ids …, rest …}
-local function conclude(granted, rest)
+-- Returns {now, start of recovery, rest …}
+local function conclude(rest)
   for _, set in ipairs(sets) do
     local idle = set.keyed and set.used == 0 and set.waiting == 0
     if idle then
@@ -286,7 +303,6 @@ local function conclude(granted, rest)
   end
   if #fleet_writes > 0 then redis.call('HSET', fleet, unpack(fleet_writes)) end
   local answer = {now, recovery}
-  add_list(answer, granted)
   for _, value in ipairs(rest) do answer[#answer + 1] = value end
   return answer
 end

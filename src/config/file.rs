@@ -149,6 +149,7 @@ pub(super) struct FileLimit {
     pub(super) status: Option<Spanned<i64>>,
     pub(super) mode: Option<Spanned<String>>,
     pub(super) holder_header: Option<Spanned<String>>,
+    pub(super) fence_header: Option<Spanned<String>>,
 }
 
 #[derive(Debug, Default, Deserialize)]

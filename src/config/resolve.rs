@@ -67,6 +67,9 @@ pub(super) fn resolve(file: FileConfig, end: usize) -> Found<Config> {
         let inherited = &upstreams[route.upstream].limits;
         route.limits = each_once(route.limits.iter().chain(inherited));
         policy::check_steps(table.get_ref(), &route, &upstreams, &limits)?;
+        for (chain, place) in chains(table, &route, &upstreams) {
+            rules::one_fence(chain.iter().map(|&limit| &limits[limit])).at(place)?;
+        }
         routes.push(route);
     }
     check_overlaps(&file.routes, &routes)?;
@@ -133,6 +136,12 @@ fn limit(
     let key = optional(&file.key, rules::key)?;
     let slots_for = policy::slots_for(&file.slots_for, key.is_some())?;
     let status = if key.is_some() { 429 } else { 503 };
+    let mode = or_text(&file.mode, "enforce", rules::mode)?;
+    let holder_header = optional(&file.holder_header, rules::own_header)?;
+    let most = slots_for.iter().map(|(_, slots)| *slots).fold(slots, u32::max);
+    let fence_header = optional(&file.fence_header, |text| {
+        rules::fence_header(text, most, mode, holder_header.as_ref())
+    })?;
     Ok(Limit {
         name: Arc::from(name.get_ref().as_str()),
         slots,
@@ -144,8 +153,9 @@ fn limit(
         key,
         slots_for,
         status: or(&file.status, status, rules::refusal_status)?,
-        mode: or_text(&file.mode, "enforce", rules::mode)?,
-        holder_header: optional(&file.holder_header, rules::own_header)?,
+        mode,
+        holder_header,
+        fence_header,
     })
 }
 

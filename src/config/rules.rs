@@ -12,7 +12,7 @@ use http::{HeaderName, HeaderValue, Method, StatusCode, Uri, header, uri::PathAn
 use ipnet::IpNet;
 
 use super::{
-    Dialect, HostHeader, HostPattern, Key, MOST_SLOTS, Mode, OnClientGone, Recovery, Secret,
+    Dialect, HostHeader, HostPattern, Key, Limit, MOST_SLOTS, Mode, OnClientGone, Recovery, Secret,
     StoreKind,
 };
 
@@ -287,6 +287,40 @@ pub(super) fn own_header(text: &str) -> Rule<HeaderName> {
         return Err(r#"must be a header of its own, such as "x-holder""#.to_owned());
     }
     Ok(name)
+}
+
+/// The number of a grant means something only to an upstream that sees one holder after the other.
+pub(super) fn fence_header(
+    text: &str,
+    most_slots: u32,
+    mode: Mode,
+    holder_header: Option<&HeaderName>,
+) -> Rule<HeaderName> {
+    let name = own_header(text)?;
+    if most_slots > 1 {
+        return Err("needs slots = 1: one number can't tell several holders apart from those \
+                    before them; holder_header tells an upstream each holder's id"
+            .to_owned());
+    }
+    if mode == Mode::Shadow {
+        return Err("needs mode = \"enforce\": in shadow mode several hold at once".to_owned());
+    }
+    if holder_header == Some(&name) {
+        return Err("must differ from holder_header".to_owned());
+    }
+    Ok(name)
+}
+
+/// A request has the number of one grant.
+pub(super) fn one_fence<'a>(limits: impl Iterator<Item = &'a Limit>) -> Rule<()> {
+    let fenced: Vec<_> = limits.filter(|limit| limit.fence_header.is_some()).collect();
+    match fenced[..] {
+        [] | [_] => Ok(()),
+        [first, second, ..] => Err(format!(
+            "takes limits `{}` and `{}`, which both have a fence_header: a request carries one number",
+            first.name, second.name
+        )),
+    }
 }
 
 pub(super) fn content_type(text: &str) -> Rule<HeaderValue> {

@@ -134,6 +134,7 @@ pub(super) struct Answer {
     pub(super) outcome: Result<Instant, Refused>,
     /// What a limit or rate in shadow mode would have said.
     pub(super) shadow: Option<Refused>,
+    pub(super) fence: Option<u64>,
 }
 
 /// The keeper of one instance.
@@ -229,6 +230,8 @@ struct Entry {
     /// When the last renewal was sent.
     renewed: Instant,
     taken: Instant,
+    /// The number of its latest grant, where a set has such.
+    fence: Option<u64>,
     /// The slots were handed over once.
     admitted: bool,
     /// When the client gives up by itself.
@@ -266,6 +269,7 @@ impl Entry {
             confirmed: now,
             renewed: now,
             taken: now,
+            fence: None,
             admitted: false,
             patience: None,
             deadline: None,
@@ -391,7 +395,7 @@ impl Keeper {
         };
         if let (Some(why), Some(to)) = (why, entry.answer.take_if(|_| why.is_some())) {
             let outcome = Err(Refused::of(why));
-            self.answers.push(Answer { id, to, outcome, shadow: None });
+            self.answers.push(Answer { id, to, outcome, shadow: None, fence: None });
             return;
         }
         self.count_arrival(&entry.ask);
@@ -527,7 +531,8 @@ impl Keeper {
     /// Tells a request no. Its entry stays for whoever has to give things back.
     fn refuse(&mut self, id: Uuid, refused: Refused) {
         if let Some(to) = self.entries.get_mut(&id).and_then(|entry| entry.answer.take()) {
-            self.answers.push(Answer { id, to, outcome: Err(refused), shadow: None });
+            let outcome = Err(refused);
+            self.answers.push(Answer { id, to, outcome, shadow: None, fence: None });
         }
     }
 }

@@ -14,6 +14,7 @@ fn spec(slots: u32, queue: u32) -> Arc<SetSpec> {
         ageing: 5_000,
         keyed: false,
         shadow: false,
+        fenced: false,
         classes: Arc::from([ClassSpec { name: Arc::from("normal"), share: 1.0, queue: u32::MAX }]),
         limit: 0,
     })

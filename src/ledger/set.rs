@@ -55,6 +55,8 @@ struct Meta {
     lease: i64,
     waiting: u32,
     ticket: Option<u64>,
+    /// The last that was given.
+    fence: u64,
     /// The recovery after which scores from the future were purged.
     swept: i64,
     /// Whether a purge may have left infos behind.
@@ -317,6 +319,7 @@ impl Set {
                 self.meta.pending.remove(&id);
                 self.put_slot(id, context.now, weight);
                 context.tell_by_outcome(id);
+                self.fence(context, spec, id);
                 return Take::Taken;
             }
             if self.ticket_of(id, acquire.ask.class).is_some() {
@@ -325,7 +328,7 @@ impl Set {
         }
         if spec.shadow {
             let would = self.would_shed(context, spec, acquire, weight);
-            self.admit(context, acquire, weight);
+            self.admit(context, spec, acquire, weight);
             return would.map_or(Take::Taken, Take::Shadowed);
         }
         let (class, slots) = (acquire.ask.class, self.meta.slots.unwrap_or(0));
@@ -338,7 +341,7 @@ impl Set {
             self.purge(context, spec);
         }
         if !recovering && self.meta.waiting == 0 && self.used + weight <= cap {
-            self.admit(context, acquire, weight);
+            self.admit(context, spec, acquire, weight);
             return Take::Taken;
         }
         let room = self.has_room(spec, acquire);
@@ -352,10 +355,19 @@ impl Set {
         Take::Shed(self.no_room(context, spec, acquire))
     }
 
-    fn admit(&mut self, context: &Context<'_>, acquire: &Acquire, weight: u32) {
+    fn admit(&mut self, context: &mut Context<'_>, spec: &SetSpec, acquire: &Acquire, weight: u32) {
         let id = acquire.ask.id;
+        self.fence(context, spec, id);
         self.put_slot(id, context.now, weight);
         self.info.insert(id, Info::of(context, acquire, weight, context.now, 0));
+    }
+
+    /// A number that rises with every grant, also where meta was gone meanwhile: it is never below the time in µs.
+    fn fence(&mut self, context: &mut Context<'_>, spec: &SetSpec, id: Uuid) {
+        if spec.fenced {
+            self.meta.fence = (self.meta.fence + 1).max(context.now.unsigned_abs() * 1_000);
+            context.fences.push((id, self.meta.fence));
+        }
     }
 
     /// What a set in shadow mode would say, if it would say no.

@@ -25,6 +25,8 @@ pub struct SetSpec {
     pub keyed: bool,
     /// Whether everyone is admitted, and only told what would have happened.
     pub shadow: bool,
+    /// Whether each grant brings a number that is higher than all before.
+    pub fenced: bool,
     /// The classes, highest first.
     pub classes: Arc<[ClassSpec]>,
     /// Which limit of the configuration this is; the store doesn't look at it.
@@ -269,6 +271,8 @@ pub struct AcquireReply {
     pub outcomes: Vec<Acquired>,
     /// Waiters of the caller that were granted on the way, with a full lease; later than an outcome that says otherwise.
     pub granted: Vec<Uuid>,
+    /// The fences of who was granted a slot of a fenced set.
+    pub fences: Vec<(Uuid, u64)>,
     /// Waiters of the caller that had to go for others.
     pub displaced: Vec<Uuid>,
 }
@@ -282,6 +286,8 @@ pub struct ReleaseReply {
     pub outcomes: Vec<Released>,
     /// Waiters of the caller that were granted, with a full lease.
     pub granted: Vec<Uuid>,
+    /// The fences of who was granted a slot of a fenced set.
+    pub fences: Vec<(Uuid, u64)>,
 }
 
 /// The answer to a heartbeat.
@@ -295,6 +301,8 @@ pub struct BeatReply {
     pub sets: Vec<SetState>,
     /// Waiters of the caller that were granted, with a full lease.
     pub granted: Vec<Uuid>,
+    /// The fences of who was granted a slot of a fenced set.
+    pub fences: Vec<(Uuid, u64)>,
     /// Waiters of the caller that were granted earlier and haven't confirmed.
     pub pending: Vec<Uuid>,
 }

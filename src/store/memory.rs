@@ -1,12 +1,14 @@
 //! The store inside this process: the ledger behind a lock. It is fair, prioritised and complete, for one process.
 //!
 //! Like Redis it starts without memory, so the first operation starts a recovery; a caller for whom that is pointless
-//! says so in its [`SetSpec`] (`recovery: 0`).
+//! says so in its [`SetSpec`] (`recovery: 0`). Its clock starts at the time of day, so that fences rise over restarts too,
+//! and never jumps.
 
 use std::{
     collections::HashMap,
     fmt, slice,
     sync::{Arc, Mutex, MutexGuard},
+    time::{SystemTime, UNIX_EPOCH},
 };
 
 use tokio::time::Instant;
@@ -24,6 +26,8 @@ pub struct MemoryStore(Arc<Shared>);
 
 struct Shared {
     born: Instant,
+    /// The time of day then, ms.
+    born_at: i64,
     /// A std lock, since it is held for microseconds and never across an await.
     ledger: Mutex<Ledger>,
     /// Beside the ledger's lock, so that a push may call the store again.
@@ -31,18 +35,20 @@ struct Shared {
 }
 
 impl MemoryStore {
-    /// An empty store, whose clock starts now.
+    /// An empty store.
     pub fn new() -> Self {
+        let today = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
         Self(Arc::new(Shared {
             born: Instant::now(),
+            born_at: today.as_millis() as i64,
             ledger: Mutex::default(),
             pushes: Mutex::default(),
         }))
     }
 
-    /// Milliseconds since just before the store was made: 0 would mean "never" to the ledger.
+    /// Milliseconds, above 0, which would mean "never" to the ledger.
     pub(super) fn now(&self) -> i64 {
-        self.0.born.elapsed().as_millis() as i64 + 1
+        self.0.born_at + self.0.born.elapsed().as_millis() as i64 + 1
     }
 
     pub(super) fn ledger(&self) -> MutexGuard<'_, Ledger> {

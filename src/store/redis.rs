@@ -252,6 +252,7 @@ fn merge(call: &Call, others: AcquireReply, rated: AcquireReply) -> AcquireReply
         outcomes: call.acquires.iter().filter_map(&mut next).collect(),
         stamp: if rated.stamp.now > 0 { rated.stamp } else { others.stamp },
         granted: [others.granted, rated.granted].concat(),
+        fences: [others.fences, rated.fences].concat(),
         displaced: [others.displaced, rated.displaced].concat(),
     }
 }

@@ -188,6 +188,7 @@ fn policy(set: &SetSpec) -> Text {
     let mut text = Text::default();
     text.number(set.keyed.into());
     text.number(set.shadow.into());
+    text.number(set.fenced.into());
     text.number(set.recovery);
     text.number(set.slots.into());
     text.number(set.lease);
@@ -391,20 +392,23 @@ fn read_override(text: &str) -> Result<Option<Override>, StoreError> {
 /// The answers to releases and to acquires, if the turn had any.
 pub(super) fn read_turn(reply: Value) -> Result<(ReleaseReply, AcquireReply), StoreError> {
     let mut reader = Reader::of(reply)?;
-    let (stamp, handed_on) = reader.begin()?;
+    let stamp = reader.stamp()?;
+    let Grants { granted: handed_on, fences: fences_handed_on } = reader.grants()?;
     let released = reader.many(|reader| match reader.int()? {
         0 => Ok(Released::Released),
         1 => Ok(Released::Dequeued),
         2 => Ok(Released::Unknown),
         _ => Err(bad("an unknown outcome of a release")),
     })?;
-    let (granted, displaced) = (reader.many(Reader::id)?, reader.many(Reader::id)?);
+    let Grants { granted, fences } = reader.grants()?;
+    let displaced = reader.many(Reader::id)?;
     let mut outcomes = Vec::with_capacity(reader.left() / 3);
     while reader.left() > 0 {
         outcomes.push(read_acquired(reader.int()?, reader.number()?, reader.int()?)?);
     }
-    let releases = ReleaseReply { stamp, outcomes: released, granted: handed_on };
-    Ok((releases, AcquireReply { stamp, outcomes, granted, displaced }))
+    let releases =
+        ReleaseReply { stamp, outcomes: released, granted: handed_on, fences: fences_handed_on };
+    Ok((releases, AcquireReply { stamp, outcomes, granted, fences, displaced }))
 }
 
 fn read_acquired(code: i64, detail: u32, by: i64) -> Result<Acquired, StoreError> {
@@ -432,7 +436,8 @@ fn read_acquired(code: i64, detail: u32, by: i64) -> Result<Acquired, StoreError
 
 pub(super) fn read_heartbeat(reply: Value) -> Result<BeatReply, StoreError> {
     let mut reader = Reader::of(reply)?;
-    let (stamp, granted) = reader.begin()?;
+    let stamp = reader.stamp()?;
+    let Grants { granted, fences } = reader.grants()?;
     let pending = reader.many(Reader::id)?;
     let renewed = reader.many(|reader| match reader.int()? {
         0 => Ok(Renewed::Kept),
@@ -450,7 +455,7 @@ pub(super) fn read_heartbeat(reply: Value) -> Result<BeatReply, StoreError> {
             order: read_override(&reader.text()?)?,
         });
     }
-    Ok(BeatReply { stamp, renewed, sets, granted, pending })
+    Ok(BeatReply { stamp, renewed, sets, granted, fences, pending })
 }
 
 pub(super) fn read_status(reply: Value) -> Result<SetStatus, StoreError> {
@@ -471,6 +476,12 @@ fn bad(what: &str) -> StoreError {
     StoreError::BadReply(what.to_owned())
 }
 
+/// The caller's waiters that were granted, and the fences of whoever was.
+struct Grants {
+    granted: Vec<Uuid>,
+    fences: Vec<(Uuid, u64)>,
+}
+
 /// Reads a reply from front to back.
 struct Reader(std::vec::IntoIter<Value>);
 
@@ -489,10 +500,15 @@ impl Reader {
         self.0.len()
     }
 
-    /// What every reply of a writing script begins with: the stamp, and who was granted.
-    fn begin(&mut self) -> Result<(Stamp, Vec<Uuid>), StoreError> {
-        let stamp = Stamp { now: self.int()?, recovery: self.int()? };
-        Ok((stamp, self.many(Self::id)?))
+    /// What every reply of a writing script begins with.
+    fn stamp(&mut self) -> Result<Stamp, StoreError> {
+        Ok(Stamp { now: self.int()?, recovery: self.int()? })
+    }
+
+    fn grants(&mut self) -> Result<Grants, StoreError> {
+        let granted = self.many(Self::id)?;
+        let fences = self.many(|reader| Ok((reader.id()?, reader.int()?.unsigned_abs())))?;
+        Ok(Grants { granted, fences })
     }
 
     fn int(&mut self) -> Result<i64, StoreError> {
@@ -574,11 +590,11 @@ mod tests {
         ] {
             assert_eq!(all(&reply), [true; 3], "{reply:?}");
         }
-        assert!(read_turn(array(&[7, 7, 0, 1, 2, 0, 0, 0, 0, 0])).is_ok());
-        assert!(is_bad(read_turn(array(&[7, 7, 0, 1, 3, 0, 0]))));
-        assert!(is_bad(read_turn(array(&[7, 7, 0, 0, 0, 0, 9, 0, 0]))));
-        assert!(is_bad(read_turn(array(&[7, 7, 0, 0, 0, 0, 0, 0]))));
-        assert!(is_bad(read_heartbeat(array(&[7, 7, 0, 0, 1, 2]))));
+        assert!(read_turn(array(&[7, 7, 0, 0, 1, 2, 0, 0, 0, 0, 0, 0])).is_ok());
+        assert!(is_bad(read_turn(array(&[7, 7, 0, 0, 1, 3, 0, 0, 0]))));
+        assert!(is_bad(read_turn(array(&[7, 7, 0, 0, 0, 0, 0, 0, 9, 0, 0]))));
+        assert!(is_bad(read_turn(array(&[7, 7, 0, 0, 0, 0, 0, 0, 0, 0]))));
+        assert!(is_bad(read_heartbeat(array(&[7, 7, 0, 0, 0, 1, 2]))));
     }
 
     #[test]

@@ -291,7 +291,8 @@ requests = 100
 window = "1m"
 key = "header:x-tenant"
 "#;
-    let proxy = Proxy::spawn(&one_limit(&upstream, 9).redis(&redis).route(tail)).await;
+    let conf = one_limit(&upstream, 9).redis(&redis).route(tail);
+    let proxy = Proxy::spawn_with(&conf, &[("RUST_LOG", "trace,hyper=off,h2=off")]).await;
     let addr = proxy.addr();
     let ask = |tenant: &'static str| {
         tokio::spawn(
@@ -308,18 +309,23 @@ key = "header:x-tenant"
     let keys: Vec<String> = redis.cli(&["KEYS", "*"]).await;
     assert!(keys.iter().filter(|key| key.starts_with("sem:tenant:")).count() >= 2, "{keys:?}");
     assert!(keys.iter().any(|key| key.starts_with("rl:per-tenant:")), "{keys:?}");
-    for key in &keys {
-        let dump: Vec<u8> = redis.cli(&["DUMP", key]).await;
-        let text = String::from_utf8_lossy(&dump).into_owned() + key;
-        assert!(!text.contains("secret"), "{key}");
+    let texts = redis.everything().await;
+    assert!(texts.iter().any(|text| text.contains(" critical ") || text.contains(" normal ")));
+    for text in texts {
+        assert!(!text.contains("secret"), "{text}");
     }
-    let metrics = Client::new().get(proxy.admin(), "/metrics").await;
-    assert!(!String::from_utf8_lossy(&metrics.body).contains("secret"));
+    for path in ["/metrics", "/status", "/limits/tenant", "/limits/llm"] {
+        let answer = Client::new().get(proxy.admin(), path).await;
+        assert_eq!(answer.status, 200, "{path}");
+        assert!(!String::from_utf8_lossy(&answer.body).contains("secret"), "{path}");
+    }
     upstream.open(3);
     assert_eq!(small.await.unwrap().status, 200);
     for request in big {
         assert_eq!(request.await.unwrap().status, 200);
     }
+    let log = proxy.log();
+    assert!(!log.is_empty() && !log.contains("secret"), "{log}");
     eventually("an idle tenant costs nothing", async || {
         let keys: Vec<String> = redis.cli(&["KEYS", "sem:tenant:*"]).await;
         keys.is_empty()

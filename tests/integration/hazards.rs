@@ -14,23 +14,30 @@
 //! | 14 scripts flushed | `store_faults::scripts_flushed_under_load_fail_no_request`, `store/tests/over_redis::the_next_link_loads_…` |
 //! | 22 another limit | [`h22_a_limit_goes_from_five_to_two_to_eight_under_load`], `limit_change` |
 //! | 23 wake-up | [`h23_a_release_wakes_one_waiter_and_nobody_polls`] |
-//! | bug 1 slots of cancelled and failed requests leak | [`bug_01_no_way_to_end_leaks_a_slot`] |
-//! | bug 3 a release is lost once | [`bug_03_a_lost_release_is_said_again`], `crash` |
+//! | 24 priority, ageing, weights | [`full::h24_the_right_one_is_next_whatever_it_weighs_and_wherever_it_waits`], `fairness::a_flood_…` |
+//! | 25 bounds of the queue, drain | [`full::h25_ten_thousand_at_once_are_refused_apart_and_leave_nothing`] |
+//! | bug 1 slots of cancelled and failed requests leak | [`bugs::bug_01_no_way_to_end_leaks_a_slot`] |
+//! | bug 3 a release is lost once | [`bugs::bug_03_a_lost_release_is_said_again`], `crash` |
 //! | bug 5 jobs longer than the lock | [`h01_a_pool_full_for_five_leases_never_vanishes`], `streaming::a_stream_of_three_leases_keeps_its_slot` |
-//! | bug 12 connection lost while acquiring | [`bug_12_a_connection_lost_a_hundred_times_while_acquiring_leaves_nothing`] |
-//! | bug 13 a cancelled command's reply is read by the next | [`bug_13_replies_of_cancelled_acquires_are_nobody_elses`] |
-//! | bug 15 released at the head | [`bug_15_eight_streams_through_two_slots`] |
+//! | bug 7 a fair queue loses the living or waits for the dead | [`bugs::bug_07_a_dead_head_goes_and_a_living_waiter_stays`] |
+//! | bug 9 a release needs the limit | [`bugs::bug_09_a_release_needs_no_limit`] |
+//! | bug 11 a head that leaves wakes nobody | [`bugs::bug_11_a_heavy_head_that_leaves_lets_the_next_one_in`] |
+//! | bug 12 connection lost while acquiring | [`bugs::bug_12_a_connection_lost_a_hundred_times_while_acquiring_leaves_nothing`] |
+//! | bug 13 a cancelled command's reply is read by the next | [`bugs::bug_13_replies_of_cancelled_acquires_are_nobody_elses`] |
+//! | bug 15 released at the head | [`bugs::bug_15_eight_streams_through_two_slots`] |
+//! | bug 19 an empty limiter is new, or 0, or the old one | [`bugs::bug_19_an_emptied_limit_is_neither_new_nor_zero_nor_the_old_one`] |
 
 use std::{collections::HashSet, time::Duration};
 
-use bytes::Bytes;
 use fastrand::Rng;
-use http::Method;
 use tokio::task::{JoinHandle, JoinSet};
 
 use crate::harness::{
     Answer, Client, Conf, Proxy, Raw, Redis, Relay, Upstream, eventually, get, one_limit,
 };
+
+mod bugs;
+mod full;
 
 #[tokio::test]
 async fn h01_a_pool_full_for_five_leases_never_vanishes() {
@@ -345,148 +352,6 @@ async fn heartbeats(redis: &Redis, calls: usize) -> HashSet<String> {
     })
     .await;
     scripts.into_iter().collect()
-}
-
-#[tokio::test]
-async fn bug_01_no_way_to_end_leaks_a_slot() {
-    let (upstream, redis) = (Upstream::spawn().await, Redis::spawn().await);
-    let conf = one_limit(&upstream, 4).redis(&redis).upstream("linger = \"10ms\"");
-    let proxy = Proxy::spawn(&conf).await;
-    let empty = async |total: usize| {
-        redis.wait_in_use("llm", 0).await;
-        assert_eq!(redis.waiting("llm").await, 0);
-        assert_eq!(Client::new().get(proxy.addr(), "/status/200").await.status, 200);
-        redis.wait_in_use("llm", 0).await;
-        assert_eq!(upstream.total(), total + 1);
-    };
-
-    let cancelled: Vec<_> = (0..20)
-        .map(|number| {
-            let (name, addr) = (format!("cancelled{number}"), proxy.addr());
-            upstream.open_gate(&name, 1);
-            tokio::spawn(async move {
-                let mut client = Raw::get(addr, &format!("/sse?events=2&gate=1&name={name}")).await;
-                client.read_until("data: 1").await;
-            })
-        })
-        .collect();
-    for client in cancelled {
-        client.await.unwrap();
-    }
-    empty(20).await;
-
-    for (path, status, total) in [("/sse?events=3", 200, 41), ("/status/504", 504, 62)] {
-        let answers: Vec<_> = (0..20).map(|_| spawn_get(&proxy, path)).collect();
-        for answer in answers {
-            assert_eq!(answer.await.unwrap().status, status);
-        }
-        empty(total).await;
-    }
-    assert!(upstream.highest() <= 4, "{} at once", upstream.highest());
-}
-
-#[tokio::test]
-async fn bug_03_a_lost_release_is_said_again() {
-    let (upstream, redis, relay) = store_behind_a_relay().await;
-    let proxy = Proxy::spawn(&through(&relay, &upstream, 1)).await;
-    for round in 1..=5 {
-        let request = spawn_get(&proxy, "/gate");
-        upstream.wait_current(1).await;
-        let holders = redis.holders("llm").await;
-        // The lease is ten minutes, so the id goes by in its release alone.
-        relay.hold_requests();
-        upstream.open(1);
-        assert_eq!(request.await.unwrap().status, 200);
-        relay.wait_held(&holders).await;
-        assert_eq!(redis.holders("llm").await, holders, "round {round}");
-        relay.cut();
-        relay.lose_held();
-        redis.wait_in_use("llm", 0).await;
-    }
-    assert_eq!(upstream.total(), 5);
-}
-
-#[tokio::test]
-async fn bug_12_a_connection_lost_a_hundred_times_while_acquiring_leaves_nothing() {
-    let (upstream, redis, relay) = store_behind_a_relay().await;
-    let proxy = Proxy::spawn(&through(&relay, &upstream, 1)).await;
-    for round in 0..100 {
-        relay.lose_replies();
-        let client = Raw::get(proxy.addr(), "/silent").await;
-        redis.wait_in_use("llm", 1).await;
-        if round % 2 == 0 {
-            drop(client);
-            relay.cut();
-        } else {
-            relay.cut();
-            upstream.wait_current(1).await;
-            drop(client);
-        }
-        redis.wait_in_use("llm", 0).await;
-        upstream.wait_current(0).await;
-    }
-    assert_eq!((redis.waiting("llm").await, upstream.highest()), (0, 1));
-    assert_eq!(Client::new().get(proxy.addr(), "/status/200").await.status, 200);
-}
-
-#[tokio::test]
-async fn bug_13_replies_of_cancelled_acquires_are_nobody_elses() {
-    let (upstream, redis, relay) = store_behind_a_relay().await;
-    let proxy = Proxy::spawn(&through(&relay, &upstream, 3)).await;
-    let addr = proxy.addr();
-    relay.delay(Duration::from_millis(2));
-    let mut random = Rng::with_seed(13);
-    let mut requests = Vec::new();
-    for number in 0..200 {
-        let body = Bytes::from(format!("request {number}"));
-        let request = tokio::spawn(async move {
-            let answer = Client::new().send(Method::POST, addr, "/echo", body.clone()).await;
-            let answer = answer.unwrap();
-            assert_eq!((answer.status, answer.body), (200, body));
-        });
-        if random.bool() {
-            // Cancelled with its acquire on the way, or a little later.
-            for _ in 0..random.u8(..20) {
-                tokio::task::yield_now().await;
-            }
-            request.abort();
-        } else {
-            requests.push(request);
-        }
-    }
-    for request in requests {
-        request.await.unwrap();
-    }
-    // A grant that reached the wrong request would have been one too many.
-    assert!(upstream.highest() <= 3, "{} at once", upstream.highest());
-    redis.wait_waiting("llm", 0).await;
-    redis.wait_in_use("llm", 0).await;
-}
-
-#[tokio::test]
-async fn bug_15_eight_streams_through_two_slots() {
-    let (upstream, redis) = (Upstream::spawn().await, Redis::spawn().await);
-    let proxy = Proxy::spawn(&one_limit(&upstream, 2).redis(&redis)).await;
-    let client = Client::new();
-    let mut first = [
-        client.events(proxy.addr(), "/sse?events=2&gate=1").await,
-        client.events(proxy.addr(), "/sse?events=2&gate=1").await,
-    ];
-    let streams = [(); 6].map(|()| spawn_get(&proxy, "/sse?events=2&gate=1"));
-    redis.wait_waiting("llm", 6).await;
-    upstream.open(2);
-    for events in &mut first {
-        assert_eq!(events.next().await.as_deref(), Some("1"));
-    }
-    assert_eq!((redis.waiting("llm").await, upstream.total()), (6, 2));
-    upstream.open(22);
-    for mut events in first {
-        assert_eq!(events.next().await.as_deref(), Some("2"));
-        assert_eq!(events.next().await, None);
-    }
-    served(streams).await;
-    assert_eq!((upstream.highest(), upstream.total()), (2, 8));
-    redis.wait_in_use("llm", 0).await;
 }
 
 async fn store_behind_a_relay() -> (Upstream, Redis, Relay) {

@@ -19,6 +19,18 @@ async fn a_full_limit_without_a_queue_refuses_at_once() {
 }
 
 #[tokio::test]
+async fn no_slots_at_all_let_newcomers_wait_for_as_long_as_they_may() {
+    let upstream = Upstream::spawn().await;
+    let conf = one_limit(&upstream, 0).queue("{ size = 9, timeout = \"300ms\" }");
+    let proxy = Proxy::spawn(&conf).await;
+    let answer = Client::new().get(proxy.addr(), "/status/200").await;
+    assert_eq!((answer.status, answer.header("tidegate-reason")), (503, "queue_timeout"));
+    let seconds: u64 = answer.header("retry-after").parse().unwrap();
+    assert!((1..=30).contains(&seconds), "{seconds}");
+    assert_eq!(upstream.total(), 0);
+}
+
+#[tokio::test]
 async fn no_answer_of_the_upstream_carries_a_reason() {
     let upstream = Upstream::spawn().await;
     let proxy = Proxy::spawn(&one_limit(&upstream, 1)).await;

@@ -74,6 +74,26 @@ const BAD_HEADS: &[(&str, &str)] = &[
         "[limits.a]\nslots = 5\nholder_header = \"\"",
         "3:17: limits.a.holder_header: must be the name of a header",
     ),
+    (
+        "[limits.a]\nslots = 2\nfence_header = \"x-fence\"",
+        "3:16: limits.a.fence_header: needs slots = 1: one number can't tell several holders apart",
+    ),
+    (
+        "[limits.a]\nslots = 1\nfence_header = \"x-fence\"\nkey = \"client-ip\"\nslots_for = { \"::1\" = 2 }",
+        "3:16: limits.a.fence_header: needs slots = 1",
+    ),
+    (
+        "[limits.a]\nslots = 1\nfence_header = \"x-fence\"\nmode = \"shadow\"",
+        "3:16: limits.a.fence_header: needs mode = \"enforce\"",
+    ),
+    (
+        "[limits.a]\nslots = 1\nfence_header = \"x-it\"\nholder_header = \"X-It\"",
+        "3:16: limits.a.fence_header: must differ from holder_header",
+    ),
+    (
+        "[limits.a]\nslots = 1\nfence_header = \"x-a\"\n[limits.b]\nslots = 1\nfence_header = \"x-b\"\n[[routes]]\nupstream = \"app\"\nlimits = [\"a\", \"b\"]",
+        "9:16: routes[0].limits[1]: takes limits `a` and `b`, which both have a fence_header",
+    ),
     ("[rates.a]", "1:8: rates.a.requests: must be given"),
     ("[rates.a]\nrequests = 1", "1:8: rates.a.window: must be given"),
     ("[rates.a]\nrequests = 0\nwindow = \"1s\"", "2:12: rates.a.requests: must be 1 to "),
@@ -215,7 +235,7 @@ fn every_policy_has_a_default() {
     assert!(limit.slots_for.is_empty());
     assert_eq!(limit.status, StatusCode::SERVICE_UNAVAILABLE);
     assert_eq!(limit.mode, Mode::Enforce);
-    assert_eq!(limit.holder_header, None);
+    assert_eq!((&limit.holder_header, &limit.fence_header), (&None, &None));
     let route = &config.routes[0];
     assert!(route.rates.is_empty());
     assert_eq!(route.class, ClassRule::Fixed(1));

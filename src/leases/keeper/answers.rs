@@ -17,6 +17,7 @@ impl Keeper {
         }
         if let Some(releases) = reply.releases {
             self.note(releases.stamp, now);
+            self.take_fences(&releases.fences);
             for release in &call.releases {
                 self.entries.remove(&release.ask.id);
             }
@@ -24,6 +25,7 @@ impl Keeper {
         }
         if let (Some(beat), Some(heartbeat)) = (reply.heartbeat, call.heartbeat) {
             self.note(beat.stamp, now);
+            self.take_fences(&beat.fences);
             self.on_heartbeat(&heartbeat, beat, sent, now);
         }
         if let Some(acquires) = reply.acquires {
@@ -39,10 +41,19 @@ impl Keeper {
         now: Instant,
     ) {
         self.note(reply.stamp, now);
+        self.take_fences(&reply.fences);
         for (acquire, outcome) in acquires.into_iter().zip(reply.outcomes) {
             self.on_acquired(acquire, outcome, sent, now);
         }
         self.on_told(&reply.granted, &reply.displaced, sent, now);
+    }
+
+    pub(in crate::leases) fn take_fences(&mut self, fences: &[(Uuid, u64)]) {
+        for (id, fence) in fences {
+            if let Some(entry) = self.entries.get_mut(id) {
+                entry.fence = Some(*fence);
+            }
+        }
     }
 
     /// What an acquire did to others of this instance that wait.
@@ -159,7 +170,8 @@ impl Keeper {
             self.deadlines.remove(&(deadline, id));
         }
         if let Some(to) = entry.answer.take() {
-            self.answers.push(Answer { id, to, outcome: Ok(now), shadow });
+            let fence = entry.fence;
+            self.answers.push(Answer { id, to, outcome: Ok(now), shadow, fence });
         }
         let wants = Arc::clone(&entry.ask.wants);
         self.count_taken(&wants);

@@ -6,7 +6,7 @@ use super::*;
 /// What became of a request at once.
 pub(in crate::leases) enum AtOnce {
     /// It has its slots; and what a limit or rate in shadow mode would have said.
-    Taken { ask: Ask, shadow: Option<Refused> },
+    Taken { ask: Ask, shadow: Option<Refused>, fence: Option<u64> },
     /// Its answer comes as everyone else's does.
     Later(oneshot::Receiver<Result<Lease, Refused>>),
 }
@@ -45,10 +45,13 @@ impl Keeper {
             }
         };
         self.note(reply.stamp, now);
+        self.take_fences(&reply.fences);
         self.on_told(&reply.granted, &reply.displaced, now, now);
         self.count_taken(&acquire.ask.wants);
         self.unlisted += 1;
-        AtOnce::Taken { ask: acquire.ask, shadow }
+        let fence =
+            reply.fences.iter().find(|(id, _)| *id == acquire.ask.id).map(|(_, fence)| *fence);
+        AtOnce::Taken { ask: acquire.ask, shadow, fence }
     }
 
     /// What is said of slots that were taken at once and held since then.
@@ -66,6 +69,7 @@ impl Keeper {
     /// Takes in what the store says to that.
     pub(in crate::leases) fn on_given_back(&mut self, reply: &ReleaseReply, now: Instant) {
         self.note(reply.stamp, now);
+        self.take_fences(&reply.fences);
         self.on_granted(&reply.granted, now, now);
     }
 

@@ -114,6 +114,7 @@ impl Set {
         let own = head.instance == context.caller.instance;
         let score = if own {
             context.granted.push(head.id);
+            self.fence(context, spec, head.id);
             context.now
         } else {
             if context.fleet.subscribed.get(&head.instance) == Some(&true) {

@@ -56,6 +56,7 @@ on_both_stores! {
     a_lost_meta_hides_no_class_for_long
     the_heaviest_weight_is_taken_and_given_back
     two_in_one_call_are_two_in_a_rate
+    fences_rise_with_every_grant_whatever_is_lost
 }
 
 async fn an_id_is_never_counted_twice(rig: Rig) {
@@ -540,6 +541,38 @@ async fn two_in_one_call_are_two_in_a_rate(rig: Rig) {
     let after = Shed::RateLimited { after: 60_001 };
     let refused = Acquired::Shed { by: Refuser::Rate(0), why: after };
     assert_eq!(outcomes, [Acquired::Granted, Acquired::Granted, refused]);
+}
+
+async fn fences_rise_with_every_grant_whatever_is_lost(rig: Rig) {
+    let set = Arc::new(SetSpec { fenced: true, ..set(1) });
+    let (me, mut other) = (rig.instance().await, rig.instance().await);
+    rig.subscribe(&mut other).await;
+    let acquire = async |at: &Instance, ask: &Ask, again: bool| {
+        let acquire = Acquire { ask: ask.clone(), waited: 0, may_wait: true, again };
+        let call = Call { acquires: vec![acquire], ..Call::default() };
+        at.call(&call).await.unwrap().acquires.unwrap().fences
+    };
+    let mut last = 0;
+    let mut rises = |fences: Vec<(Uuid, u64)>, ask: &Ask| {
+        let [(id, fence)] = fences[..] else { panic!("{fences:?}") };
+        assert!(id == ask.id && fence > last, "{fence} after {last}");
+        last = fence;
+    };
+    for _ in 0..3 {
+        let (first, own, theirs) = (ask(&set), ask(&set), ask(&set));
+        rises(acquire(&me, &first, false).await, &first);
+        assert_eq!(acquire(&me, &own, false).await, []);
+        assert_eq!(acquire(&other, &theirs, false).await, []);
+        // Handed on here, which its own release tells, and there, which tells it on being asked.
+        let release = Release { ask: first, queued: true, refund: false };
+        let call = Call { releases: vec![release], ..Call::default() };
+        rises(me.call(&call).await.unwrap().releases.unwrap().fences, &own);
+        me.release(&own).await;
+        other.hears(Event::Granted(theirs.id)).await;
+        rises(acquire(&other, &theirs, true).await, &theirs);
+        other.release(&theirs).await;
+        rig.lose(&set, Part::Meta).await;
+    }
 }
 
 async fn zero_slots_admit_nobody_until_raised(rig: Rig) {

@@ -321,6 +321,7 @@ impl Pair {
             ageing: [30, 50, 20][set],
             keyed: false,
             shadow: set == 1 && self.shadow,
+            fenced: set == 2,
             classes: Arc::clone(&self.classes[who]),
             limit: set,
         })

@@ -235,6 +235,7 @@ pub(super) fn set(slots: u32) -> SetSpec {
         ageing: FOR_EVER,
         keyed: false,
         shadow: false,
+        fenced: false,
         classes: classes(),
         limit: 0,
     }

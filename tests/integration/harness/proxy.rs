@@ -231,6 +231,11 @@ impl Proxy {
         .unwrap_or_else(|| panic!("no limit {name} in {status}"))
     }
 
+    /// All that it has logged.
+    pub(crate) fn log(&self) -> String {
+        std::fs::read_to_string(self.dir.path().join("log")).unwrap_or_default()
+    }
+
     pub(crate) fn sigterm(&self) {
         signal(self.pid(), "TERM");
     }
@@ -251,7 +256,7 @@ impl Proxy {
         within("tidegate ends", self.process.wait()).await.unwrap()
     }
 
-    fn pid(&self) -> u32 {
+    pub(crate) fn pid(&self) -> u32 {
         self.process.id().unwrap()
     }
 }
@@ -259,8 +264,7 @@ impl Proxy {
 impl Drop for Proxy {
     fn drop(&mut self) {
         if std::thread::panicking() {
-            let log = std::fs::read_to_string(self.dir.path().join("log")).unwrap_or_default();
-            eprintln!("--- tidegate on {} wrote:\n{log}---", self.addr);
+            eprintln!("--- tidegate on {} wrote:\n{}---", self.addr, self.log());
         }
     }
 }

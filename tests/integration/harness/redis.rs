@@ -113,6 +113,23 @@ impl Redis {
         self.cli(&["ZSCORE", key, member]).await
     }
 
+    /// Every key with all that is in it, as text.
+    pub(crate) async fn everything(&self) -> Vec<String> {
+        let mut texts = Vec::new();
+        for key in self.cli::<Vec<String>>(&["KEYS", "*"]).await {
+            let kind: String = self.cli(&["TYPE", &key]).await;
+            let value: Value = match kind.as_str() {
+                "hash" => self.cli(&["HGETALL", &key]).await,
+                "zset" => self.cli(&["ZRANGE", &key, "0", "-1", "WITHSCORES"]).await,
+                // Gone meanwhile.
+                "none" => continue,
+                _ => panic!("{key} is a {kind}"),
+            };
+            texts.push(format!("{key} {}", spelled(&value)));
+        }
+        texts
+    }
+
     /// Kills the server, with all that it remembers.
     pub(crate) async fn kill9(&mut self) {
         self.server.kill().await.unwrap();
@@ -145,6 +162,14 @@ impl Redis {
         let mut command = redis::cmd(words[0]);
         command.arg(&words[1..]);
         command.query_async(&mut connection).await
+    }
+}
+
+fn spelled(value: &Value) -> String {
+    match value {
+        Value::BulkString(bytes) => String::from_utf8_lossy(bytes).into_owned(),
+        Value::Array(values) => Vec::from_iter(values.iter().map(spelled)).join(" "),
+        other => format!("{other:?}"),
     }
 }
 
