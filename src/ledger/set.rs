@@ -55,8 +55,6 @@ struct Meta {
     lease: i64,
     waiting: u32,
     ticket: Option<u64>,
-    /// The last that was given.
-    fence: u64,
     /// The recovery after which scores from the future were purged.
     swept: i64,
     /// Whether a purge may have left infos behind.
@@ -362,11 +360,13 @@ impl Set {
         self.info.insert(id, Info::of(context, acquire, weight, context.now, 0));
     }
 
-    /// A number that rises with every grant, also where meta was gone meanwhile: it is never below the time in µs.
-    fn fence(&mut self, context: &mut Context<'_>, spec: &SetSpec, id: Uuid) {
+    /// A number that rises with every grant. It is the fleet's, since an idle set is forgotten, and never below the time in
+    /// microseconds, should the fleet's be lost as well.
+    fn fence(&self, context: &mut Context<'_>, spec: &SetSpec, id: Uuid) {
         if spec.fenced {
-            self.meta.fence = (self.meta.fence + 1).max(context.now.unsigned_abs() * 1_000);
-            context.fences.push((id, self.meta.fence));
+            let fence = (context.fleet.fence + 1).max(context.now.unsigned_abs() * 1_000);
+            context.fleet.fence = fence;
+            context.fences.push((id, fence));
         }
     }
 

@@ -27,6 +27,9 @@ impl Ledger {
             fleet.insert("last".into(), known.last.to_string());
             fleet.insert("run".into(), known.run.to_string());
             fleet.insert("recovery".into(), known.recovery.to_string());
+            if known.fence > 0 {
+                fleet.insert("fence".into(), known.fence.to_string());
+            }
             let live = known.live.iter().map(|(set, at)| (format!("live:{set}"), at.to_string()));
             fleet.extend(live);
             let epochs = known.epochs.iter();

@@ -52,9 +52,6 @@ impl Set {
             };
             put("override".into(), text);
         }
-        if meta.fence > 0 {
-            put("fence".into(), meta.fence.to_string());
-        }
         if meta.dirty {
             put("dirty".into(), "1".into());
         }

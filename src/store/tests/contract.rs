@@ -56,7 +56,7 @@ on_both_stores! {
     a_lost_meta_hides_no_class_for_long
     the_heaviest_weight_is_taken_and_given_back
     two_in_one_call_are_two_in_a_rate
-    fences_rise_with_every_grant_whatever_is_lost
+    fences_rise_with_every_grant_although_an_idle_set_goes
 }
 
 async fn an_id_is_never_counted_twice(rig: Rig) {
@@ -543,8 +543,9 @@ async fn two_in_one_call_are_two_in_a_rate(rig: Rig) {
     assert_eq!(outcomes, [Acquired::Granted, Acquired::Granted, refused]);
 }
 
-async fn fences_rise_with_every_grant_whatever_is_lost(rig: Rig) {
-    let set = Arc::new(SetSpec { fenced: true, ..set(1) });
+async fn fences_rise_with_every_grant_although_an_idle_set_goes(rig: Rig) {
+    // What is idle goes, with all its keys.
+    let set = Arc::new(SetSpec { fenced: true, keyed: true, ..set(1) });
     let (me, mut other) = (rig.instance().await, rig.instance().await);
     rig.subscribe(&mut other).await;
     let acquire = async |at: &Instance, ask: &Ask, again: bool| {
@@ -571,7 +572,6 @@ async fn fences_rise_with_every_grant_whatever_is_lost(rig: Rig) {
         other.hears(Event::Granted(theirs.id)).await;
         rises(acquire(&other, &theirs, true).await, &theirs);
         other.release(&theirs).await;
-        rig.lose(&set, Part::Meta).await;
     }
 }
 
