@@ -389,8 +389,8 @@ async fn a_limit_in_shadow_mode_admits_everyone_and_counts() {
 #[tokio::test]
 async fn what_weighs_too_much_is_refused_and_a_heavy_one_is_not_starved() {
     on_both_stores(async |conf, _, upstream| {
-        let conf =
-            conf.slots(3).server(TRUSTED).route("weight = { header = \"x-weight\", max = 9 }");
+        let weights = format!("weight = {{ header = \"x-weight\", max = 9 }}\n{}", ageing("1h"));
+        let conf = conf.slots(3).server(TRUSTED).route(weights);
         let proxy = Proxy::spawn(&conf).await;
         let addr = proxy.addr();
         let ask = |weight: &'static str| {
@@ -408,12 +408,17 @@ async fn what_weighs_too_much_is_refused_and_a_heavy_one_is_not_starved() {
         // There is room for one more slot, but it is the heavy one's turn.
         let third = ask("1");
         waiting(&proxy, 2).await;
+        // Nor does the class below get past it.
+        let fourth = as_class(&proxy, "background");
+        waiting(&proxy, 3).await;
+        assert_eq!(upstream.total(), 1);
         upstream.open(1);
         assert_eq!(first.await.unwrap().status, 200);
         upstream.wait_total(3).await;
-        upstream.open(2);
-        assert_eq!(second.await.unwrap().status, 200);
-        assert_eq!(third.await.unwrap().status, 200);
+        upstream.open(3);
+        for request in [second, third, fourth] {
+            assert_eq!(request.await.unwrap().status, 200);
+        }
     })
     .await;
 }

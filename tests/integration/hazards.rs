@@ -21,7 +21,7 @@
 //! | bug 5 jobs longer than the lock | [`h01_a_pool_full_for_five_leases_never_vanishes`], `streaming::a_stream_of_three_leases_keeps_its_slot` |
 //! | bug 7 a fair queue loses the living or waits for the dead | [`bugs::bug_07_a_dead_head_goes_and_a_living_waiter_stays`] |
 //! | bug 9 a release needs the limit | [`bugs::bug_09_a_release_needs_no_limit`] |
-//! | bug 11 a head that leaves wakes nobody | [`bugs::bug_11_a_heavy_head_that_leaves_lets_the_next_one_in`] |
+//! | bug 11 a head that leaves wakes nobody | [`bugs::bug_11_a_heavy_head_that_leaves_lets_the_next_one_in`]; at once: `store/tests/contract::a_heavy_head_…` |
 //! | bug 12 connection lost while acquiring | [`bugs::bug_12_a_connection_lost_a_hundred_times_while_acquiring_leaves_nothing`] |
 //! | bug 13 a cancelled command's reply is read by the next | [`bugs::bug_13_replies_of_cancelled_acquires_are_nobody_elses`] |
 //! | bug 15 released at the head | [`bugs::bug_15_eight_streams_through_two_slots`] |

@@ -42,6 +42,7 @@ on_both_stores! {
     a_waiting_request_keeps_its_earlier_slots
     a_grant_of_one_set_is_no_grant_of_the_next
     a_heavy_waiter_is_not_starved
+    a_heavy_head_that_leaves_lets_the_next_one_in
     what_never_fits_is_too_heavy
     a_higher_class_is_served_first
     a_waiter_grows_older_and_better
@@ -357,6 +358,16 @@ async fn a_heavy_waiter_is_not_starved(rig: Rig) {
     assert_eq!(me.acquire(&light).await, Acquired::Waiting { at: 0, queue: 2 });
     assert_eq!(me.release(&holder).await.1, [heavy.id]);
     assert_eq!(me.release(&heavy).await.1, [light.id]);
+}
+
+async fn a_heavy_head_that_leaves_lets_the_next_one_in(rig: Rig) {
+    let (set, me) = (Arc::new(set(2)), rig.instance().await);
+    let (holder, heavy, light) = (ask(&set), ask_as(&set, 1, 2), ask(&set));
+    assert_eq!(me.acquire(&holder).await, Acquired::Granted);
+    assert_eq!(me.acquire(&heavy).await, Acquired::Waiting { at: 0, queue: 1 });
+    assert_eq!(me.acquire(&light).await, Acquired::Waiting { at: 0, queue: 2 });
+    // In the same call: nobody waits for a heartbeat.
+    assert_eq!(me.release(&heavy).await, (Released::Dequeued, vec![light.id]));
 }
 
 async fn what_never_fits_is_too_heavy(rig: Rig) {
