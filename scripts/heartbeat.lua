@@ -5,15 +5,17 @@
 -- a recovery, since others may be missing too.
 --
 -- KEYS and ARGV of every writing script: see shared/enter.lua; the sets are distinct
--- ARGV then: subscribed (0 | 1), leaving (0 | 1), and for each set: the override that the caller remembers (or an empty
---       text), an operator's order (slots, - to end it, or an empty text), number of renewals, and for each of them
---       id, route, class (from 1), weight, lapsed (0 | 1)
+-- ARGV then: subscribed (0 | 1), leaving (0 | 1), within which time instances are to be told ms, and for each set: the
+--       override that the caller remembers (or an empty text), an operator's order (slots, - to end it, or an empty text),
+--       number of renewals, and for each of them id, route, class (from 1), weight, lapsed (0 | 1)
 -- Returns: {-1} if the caller has a newer connection, else
---       {now, start of recovery, what was granted (add_grants), number of pending, pending ids …, number of renewals, then for each a code (0 kept, 1 re-added), then for each set:
+--       {now, start of recovery, what was granted (add_grants), number of pending, pending ids …, number of instances, then
+--        for each its id and how long ago it was heard of ms, number of renewals, then for each a code (0 kept, 1
+--        re-added), then for each set:
 --        slots in force, slots used, waiters, the caller's own waiters, lease in force ms, the override (or an empty text)}
 
-local subscribed, leaving = ARGV[arg] == '1', ARGV[arg + 1] == '1'
-arg = arg + 2
+local subscribed, leaving, within = ARGV[arg] == '1', ARGV[arg + 1] == '1', tonumber(ARGV[arg + 2])
+arg = arg + 3
 
 local before = redis.call('HGET', fleet, 'run')
 if last and (before ~= run or redis.call('EXISTS', instances) == 0) then
@@ -211,6 +213,11 @@ for _, id in ipairs(again) do pending[#pending + 1] = id end
 local rest = {}
 add_grants(rest, granted, fences)
 add_list(rest, pending)
+local heard = redis.call('ZRANGE', instances, now - within, '+inf', 'BYSCORE', 'WITHSCORES')
+rest[#rest + 1] = #heard / 2
+for i = 1, #heard, 2 do
+  rest[#rest + 1], rest[#rest + 2] = heard[i], now - tonumber(heard[i + 1])
+end
 add_list(rest, renewed)
 for _, value in ipairs(states) do rest[#rest + 1] = value end
 return conclude(rest)

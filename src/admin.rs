@@ -14,7 +14,7 @@ use uuid::Uuid;
 
 use crate::{
     admission::Admission,
-    config::{Config, Limit, MOST_SLOTS, StoreKind},
+    config::{Config, Limit, MOST_SLOTS, StoreKind, WhenDown},
     leases::Outlook,
     metrics::Metrics,
     store::{SetState, SetStatus, StoreError},
@@ -37,6 +37,7 @@ const BODY_TIMEOUT: Duration = Duration::from_secs(5);
 pub struct Admin {
     instance: Uuid,
     store: &'static str,
+    when_down: &'static str,
     limits: Vec<Arc<str>>,
     /// Per limit, how many slots an operator may give it.
     most_slots: Vec<u32>,
@@ -96,6 +97,11 @@ impl Admin {
             classes: config.classes.order.clone(),
             instance,
             store,
+            when_down: match config.store.when_down {
+                WhenDown::Closed => "closed",
+                WhenDown::LocalShare => "local-share",
+                WhenDown::Open => "open",
+            },
             limits,
             most_slots: config.limits.iter().map(most).collect(),
             admission,
@@ -183,14 +189,15 @@ impl Admin {
         }
     }
 
-    /// Ready once start-up recovery is over; saturation never makes an instance unready.
+    /// Ready once start-up recovery is over, and while the store or what stands in for it can serve; saturation never makes
+    /// an instance unready.
     fn ready(&self) -> Answer {
         let outlook = self.admission.outlook();
         if *self.draining.borrow() {
             text(StatusCode::SERVICE_UNAVAILABLE, "draining\n")
-        } else if !outlook.up {
+        } else if !outlook.up && !outlook.has_fallback {
             text(StatusCode::SERVICE_UNAVAILABLE, "store_down\n")
-        } else if !outlook.started {
+        } else if outlook.up && !outlook.started {
             text(StatusCode::SERVICE_UNAVAILABLE, "recovering\n")
         } else {
             text(StatusCode::OK, "ok\n")
@@ -212,7 +219,12 @@ impl Admin {
         }
         json!({
             "instance": self.instance.to_string(),
-            "store": { "kind": self.store, "up": outlook.up },
+            "store": {
+                "kind": self.store,
+                "up": outlook.up,
+                "when_down": self.when_down,
+                "away": outlook.away,
+            },
             "recovery": outlook.recovering,
             "draining": *self.draining.borrow(),
             "limits": limits,
@@ -252,6 +264,7 @@ fn limit_status(
         "slots": status.slots,
         "in_use": status.used,
         "local": local,
+        "share": outlook.shares[index],
         "waiting": by_class,
         "oldest_wait_ms": oldest.unwrap_or(0),
         "queue_seconds": queue_seconds,

@@ -7,8 +7,8 @@ use tokio::time::Instant;
 use uuid::Uuid;
 
 use crate::{
-    config::{Config, Mode, Recovery, Route, Step},
-    leases::{Lease, Leases, LimitSettings, Outlook, Settings, Why},
+    config::{self, Config, Mode, OnLeaseLost, Recovery, Route, Step},
+    leases::{Guard, Lease, Leases, LimitSettings, Outlook, Settings, WhenDown, Why},
     metrics::{LimitMetrics, Metrics},
     reason::Reason,
     store::{ClassSpec, SetSpec, SetStatus, SlotStore, StoreError},
@@ -154,6 +154,7 @@ impl Admission {
                     self.metrics.shadowed(would.limit, would.rate, class, reason);
                 }
                 meters.iter().for_each(|meter| meter.granted(taken - asked));
+                let id = lease.holder();
                 let held = Some(Held { lease, meters: Arc::clone(meters) });
                 Ok(Permit { id, held, taken, max_hold: *max_hold })
             }
@@ -241,6 +242,18 @@ impl Permit {
         self.taken
     }
 
+    /// Tells until when the request may rely on its slots, if it is to be cut then.
+    pub fn guard(&self) -> Option<&Guard> {
+        self.held.as_ref().and_then(|held| held.lease.guard())
+    }
+
+    /// Counts a request that was cut because its lease could have been lost.
+    pub fn lost(&self) {
+        if let Some(held) = &self.held {
+            held.meters.iter().for_each(LimitMetrics::lost);
+        }
+    }
+
     /// The longest this request may keep its slots; the shortest of its limits.
     pub fn max_hold(&self) -> Option<Duration> {
         self.max_hold
@@ -311,6 +324,10 @@ fn limit_settings(config: &Config, index: usize, local: bool) -> LimitSettings {
         set: Arc::new(set),
         renew: lease / 3,
         queue_timeouts: classes.map(|(_, policy)| policy.timeout.unwrap_or(timeout)).collect(),
+        cut_after: (!local
+            && limit.on_lease_lost == OnLeaseLost::Cut
+            && limit.mode == Mode::Enforce)
+            .then(|| limit.guarded_for(config.store.op_timeout)),
     }
 }
 
@@ -327,5 +344,10 @@ fn settings(config: &Config, limits: Vec<LimitSettings>, local: bool) -> Setting
         gap,
         presence,
         op_timeout: config.store.op_timeout,
+        when_down: match config.store.when_down {
+            config::WhenDown::Closed => WhenDown::Closed,
+            config::WhenDown::LocalShare => WhenDown::LocalShare,
+            config::WhenDown::Open => WhenDown::Open,
+        },
     }
 }

@@ -87,6 +87,8 @@ pub struct Store {
     pub prefix: String,
     /// How long one call of the store may take.
     pub op_timeout: Duration,
+    /// What becomes of new requests while it can't be reached.
+    pub when_down: WhenDown,
     /// Hides key values in the names of keys: their digest is an HMAC under this; the same on every instance.
     pub digest_key: Option<Secret>,
 }
@@ -98,6 +100,17 @@ pub enum StoreKind {
     Memory,
     /// Counts fleet-wide in the Redis at this URL (`redis://` or `rediss://`), which may hold a password.
     Redis(Secret),
+}
+
+/// `when_down`
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum WhenDown {
+    /// They are refused.
+    Closed,
+    /// Each instance serves them from what it holds, then from its share of the slots.
+    LocalShare,
+    /// They are all admitted: there is no limit.
+    Open,
 }
 
 /// A text that never appears in a log.
@@ -125,6 +138,8 @@ pub struct Limit {
     pub queue: Queue,
     /// How long recovery lasts after a loss of the store's memory.
     pub recovery: Recovery,
+    /// What becomes of a request whose lease may be over.
+    pub on_lease_lost: OnLeaseLost,
     /// One for each class of [`Config::classes`].
     pub classes: Vec<ClassPolicy>,
     /// Splits the limit: each value has slots and a queue of its own.
@@ -157,6 +172,15 @@ pub enum Recovery {
     Fast,
     /// A lease and an operation's timeout.
     Strict,
+}
+
+/// `on_lease_lost`
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum OnLeaseLost {
+    /// It goes on, and is counted again when the store answers.
+    Keep,
+    /// It ends before its slot can be given to another.
+    Cut,
 }
 
 /// `[upstreams.<name>]`
@@ -229,6 +253,14 @@ pub struct Route {
     pub deadline_header: Option<HeaderName>,
 }
 
+impl Limit {
+    /// How long a request may rely on its lease after the sending of what confirmed it, `linger` not yet taken off: what was
+    /// sent may have taken an operation's timeout, timers are late, and two clocks don't run alike.
+    pub fn guarded_for(&self, op_timeout: Duration) -> Duration {
+        self.lease.saturating_sub(op_timeout + Duration::from_millis(200) + self.lease / 50)
+    }
+}
+
 // What tests of other modules leave out.
 #[cfg(test)]
 impl Limit {
@@ -240,6 +272,7 @@ impl Limit {
             max_hold: None,
             queue: Queue { size: 10, timeout: Duration::from_secs(10) },
             recovery: Recovery::Fast,
+            on_lease_lost: OnLeaseLost::Keep,
             classes: vec![ClassPolicy::default(); Classes::default().order.len()],
             key: None,
             slots_for: Vec::new(),

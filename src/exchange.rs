@@ -24,6 +24,7 @@ use uuid::Uuid;
 use crate::{
     admission::Permit,
     gauge::Share,
+    leases::Guard,
     reason::Reason,
     registry::Registry,
     upload::{Outgoing, Upload},
@@ -47,6 +48,7 @@ pub(crate) struct Held {
 pub(crate) struct Exchange {
     holder: Uuid,
     cut_at: Option<Instant>,
+    guard: Option<Guard>,
     upstream: Arc<Upstream>,
     upload: Option<Arc<Upload>>,
     registry: Arc<Registry>,
@@ -110,9 +112,27 @@ impl Exchange {
             }
             (state.close(Some(reason)), state.waker.take())
         };
+        if let (Reason::LeaseLost, Some(held)) = (reason, phase.held()) {
+            held.permit.lost();
+        }
         self.abort(phase);
         if let Some(waker) = waker {
             waker.wake();
+        }
+    }
+
+    /// When the request must have ended because its slot may become another's then, as things stand.
+    pub(crate) fn ends(&self) -> Option<Instant> {
+        let end = self.guard.as_ref()?.ends()?;
+        // So that what the upstream still does after the close is done as well.
+        Some(end.checked_sub(self.upstream.linger).unwrap_or(end))
+    }
+
+    /// Ends the exchange if its slot may be another's by now. Looked at before every byte: a process that was frozen finds
+    /// its timers late.
+    fn check_lease(&self) {
+        if self.guard.is_some() && self.ends().is_some_and(|end| end <= Instant::now()) {
+            self.cut(Reason::LeaseLost);
         }
     }
 
@@ -120,6 +140,9 @@ impl Exchange {
     pub(crate) fn overdue(&self, now: Instant) -> Option<Reason> {
         if self.cut_at.is_some_and(|at| at <= now) {
             return Some(Reason::MaxHold);
+        }
+        if self.ends().is_some_and(|end| end <= now) {
+            return Some(Reason::LeaseLost);
         }
         let mut state = self.lock();
         if !state.is_waiting {
@@ -145,6 +168,7 @@ impl Exchange {
     }
 
     fn poll_head(&self, cx: &mut Context<'_>) -> Poll<Result<Response<()>, Failure>> {
+        self.check_lease();
         let mut state = self.lock();
         state.remember(cx.waker());
         let sent = match &mut state.phase {
@@ -176,6 +200,7 @@ impl Exchange {
     }
 
     fn poll_frame(&self, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Broken>>> {
+        self.check_lease();
         let mut state = self.lock();
         state.remember(cx.waker());
         let body = match &mut state.phase {
@@ -291,6 +316,15 @@ impl State {
         match &mut self.waker {
             Some(known) => known.clone_from(waker),
             None => self.waker = Some(waker.clone()),
+        }
+    }
+}
+
+impl Phase {
+    fn held(&self) -> Option<&Held> {
+        match self {
+            Phase::Idle(held, _) | Phase::Head(held, _) | Phase::Body(held, ..) => Some(held),
+            Phase::Over(_) => None,
         }
     }
 }

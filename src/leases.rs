@@ -26,10 +26,12 @@ use crate::store::{
     Ask, BoxFuture, Call, Link, LocalStore, Reply, SetState, SlotStore, StoreError,
 };
 
+mod guard;
 mod keeper;
 
+pub use guard::Guard;
+pub use keeper::{Alone, LimitSettings, Refused, Settings, WhenDown, Why};
 use keeper::{Answer, AtOnce, Keeper, Message};
-pub use keeper::{LimitSettings, Refused, Settings, Why};
 
 /// How many calls may be unanswered. More shortens the way of a lone request, fewer makes larger batches.
 const CALLS_IN_FLIGHT: usize = 2;
@@ -63,6 +65,7 @@ pub struct Lease {
     taken: Instant,
     shadow: Option<Refused>,
     fence: Option<u64>,
+    guard: Option<Guard>,
 }
 
 /// How a lease says which slots it gives back.
@@ -100,6 +103,16 @@ struct Word {
 pub struct Outlook {
     /// Whether the store answers.
     pub up: bool,
+    /// Whether requests are settled without it meanwhile.
+    pub away: bool,
+    /// Whether they can be served then.
+    pub has_fallback: bool,
+    /// What this instance has of each limit while the store is out of reach.
+    pub shares: Vec<u32>,
+    /// How many requests were admitted without the store.
+    pub alone: Alone,
+    /// How many holders the store had lost and counts again.
+    pub readded: u64,
     /// Whether a first heartbeat was answered and its recovery is over.
     pub started: bool,
     /// Whether any set is in recovery.
@@ -262,7 +275,8 @@ impl Desk {
         match became {
             AtOnce::Taken { ask, shadow, fence } => {
                 let (desk, slots) = (Arc::clone(self), Slots::AtOnce(Some(ask)));
-                Pending(Awaited::Told(Some(Lease { desk, slots, taken: now, shadow, fence })))
+                let lease = Lease { desk, slots, taken: now, shadow, fence, guard: None };
+                Pending(Awaited::Told(Some(lease)))
             }
             AtOnce::Later(answer) => Pending::waiting(self, id, answer),
         }
@@ -324,10 +338,10 @@ impl Desk {
         let left = keeper.has_left();
         drop(keeper);
         for answer in answers {
-            let Answer { id, to, outcome, shadow, fence } = answer;
+            let Answer { id, to, outcome, shadow, fence, guard } = answer;
             let lease = |taken| {
                 let (desk, slots) = (Arc::clone(self), Slots::Listed(id));
-                Lease { desk, slots, taken, shadow, fence }
+                Lease { desk, slots, taken, shadow, fence, guard }
             };
             let outcome = outcome.map(lease);
             let _ = to.send(outcome);
@@ -362,7 +376,7 @@ async fn run(desk: Arc<Desk>) {
             Err(error) => {
                 failures += 1;
                 tracing::debug!(%error, "no connection to the store");
-                desk.lock().give_up_after(failures);
+                desk.lock().give_up_after(failures, Instant::now());
             }
         }
         if desk.lock().has_left() {
@@ -448,7 +462,7 @@ async fn drive(desk: &Arc<Desk>, link: Arc<dyn Link>, failures: &mut u32) {
         if broken {
             // What is still in flight has an unknown outcome too: dropped here, asked again on the next connection.
             *failures += 1;
-            desk.lock().disconnected(*failures);
+            desk.lock().disconnected(*failures, Instant::now());
             return;
         }
         *failures = 0;
@@ -521,6 +535,19 @@ impl Lease {
     /// The number of the grant, higher than of any before, where one of the sets is fenced.
     pub fn fence(&self) -> Option<u64> {
         self.fence
+    }
+
+    /// The id under which the slots are taken: of the request, or of one whose slots were handed on.
+    pub fn holder(&self) -> Uuid {
+        match &self.slots {
+            Slots::Listed(id) => *id,
+            Slots::AtOnce(ask) => ask.as_ref().map(|ask| ask.id).unwrap_or_default(),
+        }
+    }
+
+    /// Tells until when the request may rely on its slots, if it is to be cut then.
+    pub fn guard(&self) -> Option<&Guard> {
+        self.guard.as_ref()
     }
 
     /// When the slots were taken, by this instance's clock.

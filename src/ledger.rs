@@ -4,7 +4,7 @@
 //! in Lua for Redis, and a test feeds both the same random operations. Read this file for what the store promises;
 //! `set.rs` beside it holds the rules of one semaphore.
 
-use std::{collections::BTreeSet, sync::Arc};
+use std::{cmp::Reverse, collections::BTreeSet, sync::Arc};
 
 // Ids are random and the other keys are the configuration's, so nobody can choose what collides.
 use rustc_hash::{FxHashMap as HashMap, FxHashSet as HashSet};
@@ -171,12 +171,13 @@ impl Ledger {
         } else {
             self.instances.insert(caller.instance, now);
         }
+        let instances = self.heard_within(now, heartbeat.within);
         let (sets, mut context) = self.context(now, caller);
         context
             .fleet
             .subscribed
             .insert(caller.instance, heartbeat.subscribed && !heartbeat.leaving);
-        let mut reply = BeatReply::default();
+        let mut reply = BeatReply { instances, ..BeatReply::default() };
         for beat in &heartbeat.beats {
             let spec = &beat.set;
             let set = open(sets, &mut context, spec);
@@ -250,6 +251,13 @@ impl Ledger {
 }
 
 impl Ledger {
+    fn heard_within(&self, now: i64, within: i64) -> Vec<(Uuid, i64)> {
+        let ages = self.instances.iter().map(|(&instance, &seen)| (instance, now - seen));
+        let mut heard: Vec<_> = ages.filter(|&(_, age)| age <= within).collect();
+        heard.sort_unstable_by_key(|&(instance, age)| (Reverse(age), instance));
+        heard
+    }
+
     fn context<'a>(
         &'a mut self,
         now: i64,

@@ -17,7 +17,11 @@ use prometheus_client::{
     registry::Registry,
 };
 
-use crate::{config::Config, leases::Outlook, reason::Reason};
+use crate::{
+    config::Config,
+    leases::{Alone, Outlook},
+    reason::Reason,
+};
 
 /// From half a millisecond to a quarter of an hour.
 const SECONDS: [f64; 16] = [
@@ -38,6 +42,10 @@ pub struct Metrics {
     rates: Vec<Arc<str>>,
     store_up: Gauge,
     recovery: Gauge,
+    away: Gauge,
+    /// Taken over, from the share, without any limit.
+    alone: [Counter; 3],
+    readded: Counter,
 }
 
 /// The semaphore family of one limit.
@@ -49,6 +57,8 @@ pub struct LimitMetrics {
     waiting: Gauge,
     granted: Counter,
     refused: Counter,
+    lost: Counter,
+    share: Gauge,
     wait: Histogram,
     hold: Histogram,
     name: Arc<str>,
@@ -72,6 +82,11 @@ struct LimitLabel {
 struct AcquireLabels {
     limit: String,
     result: &'static str,
+}
+
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+struct AloneLabel {
+    way: &'static str,
 }
 
 #[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
@@ -125,6 +140,7 @@ impl Metrics {
             "1 while nobody is admitted because the store's memory may be incomplete",
             recovery.clone(),
         );
+        let (away, alone, readded) = register_away(&mut registry);
         let (shadow, degraded) = (Family::default(), Family::default());
         registry.register(
             "shadow",
@@ -145,6 +161,9 @@ impl Metrics {
             degraded,
             store_up,
             recovery,
+            away,
+            alone,
+            readded,
             classes: config.classes.order.clone(),
             rates: config.rates.iter().map(|rate| Arc::clone(&rate.name)).collect(),
         })
@@ -200,6 +219,15 @@ impl Metrics {
     pub fn render(&self, outlook: &Outlook) -> String {
         self.store_up.set(outlook.up.into());
         self.recovery.set(outlook.recovering.into());
+        self.away.set(outlook.away.into());
+        let Alone { taken_over, shared, open } = outlook.alone;
+        for (counter, count) in self.alone.iter().zip([taken_over, shared, open]) {
+            catch_up(counter, count);
+        }
+        catch_up(&self.readded, outlook.readded);
+        for (limit, share) in self.limits.iter().zip(&outlook.shares) {
+            limit.share.set((*share).into());
+        }
         for ((limit, seen), local) in self.limits.iter().zip(&outlook.sets).zip(&outlook.local) {
             limit.slots.set(seen.slots.into());
             limit.holders.set(seen.used.into());
@@ -222,6 +250,11 @@ impl LimitMetrics {
     /// A request got none.
     pub fn refused(&self) {
         self.refused.inc();
+    }
+
+    /// A request was cut because its lease could have been lost.
+    pub fn lost(&self) {
+        self.lost.inc();
     }
 
     /// A slot was given back after this hold.
@@ -251,6 +284,13 @@ fn register_limits(registry: &mut Registry, config: &Config) -> Vec<LimitMetrics
         Family::<LimitLabel, Gauge>::default(),
     );
     let acquire = Family::<AcquireLabels, Counter>::default();
+    let (lost, share) =
+        (Family::<LimitLabel, Counter>::default(), Family::<LimitLabel, Gauge>::default());
+    registry.register(
+        "lease_lost",
+        "Requests cut because their slot might have become another's (on_lease_lost = cut)",
+        lost.clone(),
+    );
     let (wait, hold) = (
         Histograms::<LimitLabel>::new_with_constructor(InSeconds),
         Histograms::<LimitLabel>::new_with_constructor(InSeconds),
@@ -260,6 +300,7 @@ fn register_limits(registry: &mut Registry, config: &Config) -> Vec<LimitMetrics
     semaphore.register("current_holders", "Slots taken, fleet-wide", holders.clone());
     semaphore.register("local_holders", "Slots taken by this instance", local.clone());
     semaphore.register("waiting", "Requests waiting for a slot, fleet-wide", waiting.clone());
+    semaphore.register("share", "This instance's slots if the store goes away now", share.clone());
     semaphore.register("acquire", "Requests that asked for a slot, by result", acquire.clone());
     semaphore.register("wait_seconds", "From asking for a slot to having it", wait.clone());
     semaphore.register("hold_seconds", "From having a slot to giving it back", hold.clone());
@@ -275,12 +316,41 @@ fn register_limits(registry: &mut Registry, config: &Config) -> Vec<LimitMetrics
             waiting: waiting.get_or_create_owned(&label),
             granted: acquired("granted"),
             refused: acquired("refused"),
+            lost: lost.get_or_create_owned(&label),
+            share: share.get_or_create_owned(&label),
             wait: wait.get_or_create_owned(&label),
             hold: hold.get_or_create_owned(&label),
             name: Arc::clone(&limit.name),
         }
     });
     handles.collect()
+}
+
+fn register_away(registry: &mut Registry) -> (Gauge, [Counter; 3], Counter) {
+    let (away, readded) = (Gauge::default(), Counter::default());
+    let admitted = Family::<AloneLabel, Counter>::default();
+    registry.register(
+        "store_away",
+        "1 while requests are settled without the store, by store.when_down",
+        away.clone(),
+    );
+    registry.register(
+        "away_admitted",
+        "Requests admitted without the store: with the slots of one that was done, from the share, or without any limit",
+        admitted.clone(),
+    );
+    registry.register(
+        "lease_readded",
+        "Holders that the store had lost and counts again",
+        readded.clone(),
+    );
+    let way = |way| admitted.get_or_create_owned(&AloneLabel { way });
+    (away, ["taken_over", "share", "open"].map(way), readded)
+}
+
+/// Brings a counter up to what was counted elsewhere.
+fn catch_up(counter: &Counter, count: u64) {
+    counter.inc_by(count.saturating_sub(counter.get()));
 }
 
 fn register_routes(registry: &mut Registry, config: &Config) -> Vec<RouteMetrics> {

@@ -41,13 +41,15 @@ pub enum Reason {
     UpstreamReset,
     /// The request was in flight for longer than its limit lets a request hold a slot.
     MaxHold,
+    /// The store didn't confirm the request's lease in time, so that its slot may become another's.
+    LeaseLost,
     /// Tidegate failed; never expected.
     Internal,
 }
 
 impl Reason {
     /// Every reason, in the order of the documentation.
-    pub const ALL: [Reason; 19] = [
+    pub const ALL: [Reason; 20] = [
         Reason::Draining,
         Reason::ProcessFull,
         Reason::BadRequest,
@@ -66,6 +68,7 @@ impl Reason {
         Reason::UpstreamTimeout,
         Reason::UpstreamReset,
         Reason::MaxHold,
+        Reason::LeaseLost,
         Reason::Internal,
     ];
 
@@ -90,6 +93,7 @@ impl Reason {
             Reason::UpstreamTimeout => "upstream_timeout",
             Reason::UpstreamReset => "upstream_reset",
             Reason::MaxHold => "max_hold",
+            Reason::LeaseLost => "lease_lost",
             Reason::Internal => "internal",
         }
     }
@@ -151,6 +155,10 @@ impl Reason {
             Reason::MaxHold => (
                 StatusCode::GATEWAY_TIMEOUT,
                 "the request held its slot for longer than the limit allows",
+            ),
+            Reason::LeaseLost => (
+                StatusCode::GATEWAY_TIMEOUT,
+                "the store didn't confirm the slot in time, so it may become another's",
             ),
             Reason::Internal => (StatusCode::INTERNAL_SERVER_ERROR, "an error inside the proxy"),
         }

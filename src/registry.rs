@@ -6,10 +6,7 @@ use std::{
 };
 
 use rustc_hash::FxHashMap;
-use tokio::{
-    runtime::Handle,
-    time::{Instant, MissedTickBehavior},
-};
+use tokio::{runtime::Handle, time::Instant};
 use uuid::Uuid;
 
 use crate::{exchange::Exchange, reason::Reason};
@@ -55,16 +52,22 @@ impl Registry {
         })
     }
 
-    fn sweep(&self, now: Instant) {
+    /// Cuts who is overdue; returns when to look again.
+    fn sweep(&self, now: Instant) -> Instant {
+        let mut next = now + TICK;
         for shard in &self.shards {
             let overdue: Vec<_> = lock(shard)
                 .values()
-                .filter_map(|exchange| Some((Arc::clone(exchange), exchange.overdue(now)?)))
+                .filter_map(|exchange| {
+                    next = exchange.ends().filter(|end| *end > now).unwrap_or(next).min(next);
+                    Some((Arc::clone(exchange), exchange.overdue(now)?))
+                })
                 .collect();
             for (exchange, reason) in overdue {
                 exchange.cut(reason);
             }
         }
+        next
     }
 
     fn shard(&self, holder: Uuid) -> MutexGuard<'_, Shard> {
@@ -78,13 +81,12 @@ fn lock(shard: &Mutex<Shard>) -> MutexGuard<'_, Shard> {
 }
 
 async fn sweep_for_ever(registry: Weak<Registry>) {
-    let mut ticks = tokio::time::interval(TICK);
-    ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    let mut next = Instant::now();
     loop {
-        ticks.tick().await;
+        tokio::time::sleep_until(next).await;
         let Some(registry) = registry.upgrade() else {
             return;
         };
-        registry.sweep(Instant::now());
+        next = registry.sweep(Instant::now());
     }
 }

@@ -181,6 +181,7 @@ fn advice(reason: Reason) -> Advice {
         | Reason::UpstreamTimeout
         | Reason::UpstreamReset
         | Reason::MaxHold
+        | Reason::LeaseLost
         | Reason::Internal => Advice::Unsaid,
     }
 }

@@ -124,6 +124,7 @@ impl fmt::Debug for FileAdmin {
 pub(super) struct FileStore {
     pub(super) url: Option<Spanned<String>>,
     pub(super) op_timeout: Option<Spanned<FileDuration>>,
+    pub(super) when_down: Option<Spanned<String>>,
     pub(super) prefix: Option<Spanned<String>>,
     pub(super) digest_key: Option<Spanned<String>>,
 }
@@ -142,6 +143,7 @@ pub(super) struct FileLimit {
     pub(super) max_hold: Option<Spanned<FileDuration>>,
     pub(super) queue: Option<Spanned<FileQueue>>,
     pub(super) recovery: Option<Spanned<String>>,
+    pub(super) on_lease_lost: Option<Spanned<String>>,
     #[serde(default)]
     pub(super) classes: Named<FileClassPolicy>,
     pub(super) key: Option<Spanned<String>>,

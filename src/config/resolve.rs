@@ -10,7 +10,7 @@ use std::{
 use toml::Spanned;
 
 use super::{
-    Admin, Config, HostPattern, Limit, Route, Server, Step, Store, Upstream,
+    Admin, Config, HostPattern, Limit, OnLeaseLost, Route, Server, Step, Store, Upstream,
     error::Problem,
     file::{
         FileAdmin, FileConfig, FileDuration, FileLimit, FileRoute, FileServer, FileStore,
@@ -74,6 +74,7 @@ pub(super) fn resolve(file: FileConfig, end: usize) -> Found<Config> {
     }
     check_overlaps(&file.routes, &routes)?;
     check_orders(&file.routes, &routes, &upstreams, &limits)?;
+    check_leases(&file.limits, &routes, &upstreams, &limits, store.op_timeout)?;
     let classes = known.classes.classes;
     Ok(Config { server, admin: Some(admin), store, classes, limits, rates, upstreams, routes })
 }
@@ -114,6 +115,7 @@ fn store(file: &FileStore) -> Found<Store> {
         kind: or_text(&file.url, "memory:", rules::store_kind)?,
         prefix: prefix.to_owned(),
         op_timeout: positive(&file.op_timeout, 400)?,
+        when_down: or_text(&file.when_down, "local-share", rules::when_down)?,
         digest_key: optional(&file.digest_key, rules::secret)?,
     })
 }
@@ -149,6 +151,7 @@ fn limit(
         max_hold: Some(duration(&file.max_hold, 30 * 60_000)).filter(|hold| !hold.is_zero()),
         queue: policy::queue(&file.queue, slots)?,
         recovery: or_text(&file.recovery, "fast", rules::recovery)?,
+        on_lease_lost: or_text(&file.on_lease_lost, "keep", rules::on_lease_lost)?,
         classes: policy::class_policies(&file.classes, classes)?,
         key,
         slots_for,
@@ -263,6 +266,35 @@ fn check_orders(
                 }
                 after[first].push(After { limit: second, route: index, place: place.clone() });
             }
+        }
+    }
+    Ok(())
+}
+
+/// Refuses a lease too short for requests that are cut before it is over.
+fn check_leases(
+    tables: &Named<FileLimit>,
+    routes: &[Route],
+    upstreams: &[Upstream],
+    limits: &[Limit],
+    op_timeout: Duration,
+) -> Found<()> {
+    for (index, limit) in limits.iter().enumerate() {
+        if limit.on_lease_lost == OnLeaseLost::Keep {
+            continue;
+        }
+        let own = upstreams.iter().filter(|upstream| upstream.limits.contains(&index));
+        let led_to = routes.iter().filter(|route| route.limits.contains(&index));
+        let led_to = led_to.map(|route| &upstreams[route.upstream]);
+        let linger = own.chain(led_to).map(|upstream| upstream.linger).max().unwrap_or_default();
+        if let Err(rule) = rules::lease_to_cut(limit, op_timeout, linger)
+            && let Some((name, file)) =
+                tables.iter().find(|(name, _)| **name.get_ref() == *limit.name)
+        {
+            return Err(match &file.lease {
+                Some(lease) => Problem::new(lease.span(), rule),
+                None => Problem::missing(name.span(), "lease", rule),
+            });
         }
     }
     Ok(())

@@ -12,8 +12,8 @@ use http::{HeaderName, HeaderValue, Method, StatusCode, Uri, header, uri::PathAn
 use ipnet::IpNet;
 
 use super::{
-    Dialect, HostHeader, HostPattern, Key, Limit, MOST_SLOTS, Mode, OnClientGone, Recovery, Secret,
-    StoreKind,
+    Dialect, HostHeader, HostPattern, Key, Limit, MOST_SLOTS, Mode, OnClientGone, OnLeaseLost,
+    Recovery, Secret, StoreKind, WhenDown,
 };
 
 type Rule<T> = Result<T, String>;
@@ -375,6 +375,34 @@ pub(super) fn recovery(text: &str) -> Rule<Recovery> {
         "strict" => Ok(Recovery::Strict),
         _ => Err(r#"must be "fast" or "strict""#.to_owned()),
     }
+}
+
+pub(super) fn when_down(text: &str) -> Rule<WhenDown> {
+    match text {
+        "closed" => Ok(WhenDown::Closed),
+        "local-share" => Ok(WhenDown::LocalShare),
+        "open" => Ok(WhenDown::Open),
+        _ => Err(r#"must be "closed", "local-share" or "open""#.to_owned()),
+    }
+}
+
+pub(super) fn on_lease_lost(text: &str) -> Rule<OnLeaseLost> {
+    match text {
+        "keep" => Ok(OnLeaseLost::Keep),
+        "cut" => Ok(OnLeaseLost::Cut),
+        _ => Err(r#"must be "keep" or "cut""#.to_owned()),
+    }
+}
+
+/// A request must outlast the wait for its next renewal, or every one of them would be cut.
+pub(super) fn lease_to_cut(limit: &Limit, op_timeout: Duration, linger: Duration) -> Rule<()> {
+    if limit.guarded_for(op_timeout).saturating_sub(linger) >= limit.lease / 3 {
+        return Ok(());
+    }
+    Err(format!(
+        "must leave a third of itself when linger ({}), store.op_timeout, 200ms and 2 % are taken off, since on_lease_lost is \"cut\"",
+        humantime::format_duration(linger)
+    ))
 }
 
 pub(super) fn on_client_gone(text: &str) -> Rule<OnClientGone> {

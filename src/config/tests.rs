@@ -89,8 +89,8 @@ const BAD_HEADS: &[(&str, &str)] = &[
     ("[store]\nurl = \"redis+sentinel://a/b\"", "2:7: store.url: must be \"memory:\" or"),
     ("[store]\nurl = \"redis://host:port\"", "2:7: store.url: must be a Redis URL"),
     (
-        "[store]\nwhen_down = \"open\"",
-        "2:1: store.when_down: unknown key, expected one of url, op_timeout, prefix, digest_key",
+        "[store]\nfailover = \"open\"",
+        "2:1: store.failover: unknown key, expected one of url, op_timeout, when_down, prefix, digest_key",
     ),
     ("[store]\nprefix = \"a b\"", "2:10: store.prefix: must be at most 128 printable"),
     (
@@ -122,6 +122,14 @@ const BAD_HEADS: &[(&str, &str)] = &[
     (
         "[limits.a]\nslots = 5\nrecovery = \"slow\"",
         "3:12: limits.a.recovery: must be \"fast\" or \"strict\"",
+    ),
+    (
+        "[limits.a]\nslots = 5\non_lease_lost = \"drop\"",
+        "3:17: limits.a.on_lease_lost: must be \"keep\" or \"cut\"",
+    ),
+    (
+        "[store]\nwhen_down = \"share\"",
+        "2:13: store.when_down: must be \"closed\", \"local-share\" or \"open\"",
     ),
     ("[limits.\"a b\"]\nslots = 5", "1:9: limits.a b: a name must be 1 to 128"),
     ("[limits.a]\nslots = 5\n[limits.a]\nslots = 6", "3:9: duplicate key"),
@@ -361,6 +369,8 @@ fn everything_has_a_default() {
     assert_eq!(limit.queue.size, 64);
     assert_eq!(limit.queue.timeout, Duration::from_secs(10));
     assert_eq!(limit.recovery, Recovery::Fast);
+    assert_eq!(limit.on_lease_lost, OnLeaseLost::Keep);
+    assert_eq!(config.store.when_down, WhenDown::LocalShare);
     let upstream = &config.upstreams[0];
     assert_eq!(upstream.endpoint, "http://127.0.0.1:3000/");
     assert_eq!(upstream.connect_timeout, Duration::from_secs(3));
@@ -396,12 +406,14 @@ fn every_key_is_read() {
         url = "rediss://user:${PASSWORD}@host:6380/3"
         op_timeout = "250ms"
         prefix = "{tidegate}:"
+        when_down = "open"
         [limits.z]
         slots = 0
         lease = "2s"
         max_hold = "0s"
         queue = { size = 7, timeout = "5m" }
         recovery = "strict"
+        on_lease_lost = "cut"
         [limits.b]
         slots = 100
         [limits.a]
@@ -440,6 +452,8 @@ fn every_key_is_read() {
     assert_eq!(sizes, [7, 400, 0]);
     assert_eq!(config.limits[0].max_hold, None);
     assert_eq!(config.limits[0].recovery, Recovery::Strict);
+    assert_eq!(config.limits[0].on_lease_lost, OnLeaseLost::Cut);
+    assert_eq!(config.store.when_down, WhenDown::Open);
     assert_eq!(config.limits[0].queue.timeout, Duration::from_secs(300));
     assert_eq!(config.upstreams[0].endpoint, "https://host:3100/base");
     assert_eq!(config.upstreams[0].on_client_gone, OnClientGone::Finish);
@@ -454,6 +468,23 @@ fn every_key_is_read() {
     assert_eq!(first.limits, [2, 1, 0], "its own, then the upstream's, each once");
     assert_eq!(&*second.name, "all");
     assert_eq!(second.limits, [1, 0]);
+}
+
+#[test]
+fn a_lease_that_is_cut_leaves_time_to_renew() {
+    let text = |lease: &str, linger: &str| {
+        format!(
+            "[limits.a]\nslots = 1\n{lease}\non_lease_lost = \"cut\"\n[upstreams.u]\nendpoints = [\"http://a\"]\nlinger = \"{linger}\"\n\
+             [[routes]]\nupstream = \"u\"\nlimits = [\"a\"]\n"
+        )
+    };
+    // 2s - 400ms - 200ms - 40ms = 1360ms, of which linger leaves 667ms or doesn't.
+    assert!(parse(&text("lease = \"2s\"", "693ms")).is_ok());
+    let error = parse(&text("lease = \"2s\"", "694ms")).unwrap_err().to_string();
+    assert!(error.contains("3:9: limits.a.lease: must leave a third of itself"), "{error}");
+    let error = parse(&text("", "15s")).unwrap_err().to_string();
+    assert!(error.contains("limits.a.lease: must leave a third of itself"), "{error}");
+    assert!(parse(&text("", "15s").replace("cut", "keep")).is_ok());
 }
 
 #[test]

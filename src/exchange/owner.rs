@@ -34,6 +34,7 @@ impl Owner {
         let permit = &held.permit;
         let exchange = Arc::new(Exchange {
             holder: permit.holder(),
+            guard: permit.guard().cloned(),
             cut_at: permit.max_hold().map(|longest| permit.taken() + longest),
             upstream,
             upload,
@@ -69,6 +70,7 @@ impl Owner {
         attempt: Attempt,
         now: Instant,
     ) -> Result<(), Failure> {
+        self.0.check_lease();
         let mut state = self.0.lock();
         match state.close(None) {
             Phase::Idle(held, _) => {

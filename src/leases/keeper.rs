@@ -11,7 +11,7 @@ use rustc_hash::FxHashMap;
 use tokio::{sync::oneshot, time::Instant};
 use uuid::Uuid;
 
-use super::{Lease, Outlook};
+use super::{Guard, Lease, Outlook};
 use crate::store::{
     Acquire, AcquireReply, Acquired, Ask, Beat, BeatReply, Call, Caller, Event, Heartbeat, Refuser,
     Release, ReleaseReply, Renew, Renewed, Reply, SetSpec, SetState, Shed, Stamp, StoreError, Want,
@@ -19,9 +19,12 @@ use crate::store::{
 
 mod answers;
 mod at_once;
+mod away;
 mod calls;
 
 pub(super) use at_once::AtOnce;
+use away::Absence;
+pub use away::{Alone, WhenDown};
 
 /// How many requests, and how many releases, go into one call.
 const BATCH: usize = 128;
@@ -51,6 +54,8 @@ pub struct Settings {
     pub presence: Duration,
     /// How long a request waits for a store that doesn't answer.
     pub op_timeout: Duration,
+    /// What becomes of new requests while it doesn't.
+    pub when_down: WhenDown,
 }
 
 /// One limit, for the keeper.
@@ -62,6 +67,8 @@ pub struct LimitSettings {
     pub renew: Duration,
     /// How long a request of each class may wait.
     pub queue_timeouts: Vec<Duration>,
+    /// How long after the sending of what confirmed its lease a request is cut, if it is.
+    pub cut_after: Option<Duration>,
 }
 
 /// A request wasn't given its slots; nothing of it is kept.
@@ -135,6 +142,7 @@ pub(super) struct Answer {
     /// What a limit or rate in shadow mode would have said.
     pub(super) shadow: Option<Refused>,
     pub(super) fence: Option<u64>,
+    pub(super) guard: Option<Guard>,
 }
 
 /// The keeper of one instance.
@@ -168,6 +176,7 @@ pub(super) struct Keeper {
     connected: bool,
     /// Nobody waits for the store while it is down.
     down: bool,
+    absence: Absence,
     draining: bool,
     leaving: Leaving,
     alarm: Instant,
@@ -176,7 +185,7 @@ pub(super) struct Keeper {
     heard: bool,
     /// And the recovery it found, if any, is over.
     started: bool,
-    pub(super) readded: u64,
+    readded: u64,
 }
 
 #[derive(Debug, Default, Clone)]
@@ -234,6 +243,12 @@ struct Entry {
     fence: Option<u64>,
     /// The slots were handed over once.
     admitted: bool,
+    /// Admitted while the store was out of reach, which has never counted it.
+    uncounted: bool,
+    /// Its release was written to a connection.
+    said: bool,
+    /// Where it is to be cut before its lease is over.
+    guard: Option<Guard>,
     /// When the client gives up by itself.
     patience: Option<Instant>,
     deadline: Option<Instant>,
@@ -271,9 +286,18 @@ impl Entry {
             taken: now,
             fence: None,
             admitted: false,
+            uncounted: false,
+            said: false,
+            guard: None,
             patience: None,
             deadline: None,
         }
+    }
+}
+
+impl Answer {
+    fn no(id: Uuid, to: oneshot::Sender<Result<Lease, Refused>>, refused: Refused) -> Self {
+        Self { id, to, outcome: Err(refused), shadow: None, fence: None, guard: None }
     }
 }
 
@@ -323,6 +347,7 @@ impl Keeper {
             subscribed: false,
             connected: true,
             down: false,
+            absence: Absence::default(),
             draining: false,
             leaving: Leaving::No,
             alarm: now,
@@ -390,12 +415,11 @@ impl Keeper {
         let id = entry.ask.id;
         let why = match (self.draining, self.down) {
             (true, _) => Some(Why::Draining),
-            (_, true) => Some(Why::StoreDown),
+            (_, true) if self.settings.when_down == WhenDown::Closed => Some(Why::StoreDown),
             _ => None,
         };
         if let (Some(why), Some(to)) = (why, entry.answer.take_if(|_| why.is_some())) {
-            let outcome = Err(Refused::of(why));
-            self.answers.push(Answer { id, to, outcome, shadow: None, fence: None });
+            self.answers.push(Answer::no(id, to, Refused::of(why)));
             return;
         }
         self.count_arrival(&entry.ask);
@@ -408,18 +432,26 @@ impl Keeper {
         let Some(entry) = self.entries.get_mut(&id) else { return };
         match entry.phase {
             Phase::Leaving | Phase::Releasing => return,
-            Phase::New if !entry.again => {
-                self.entries.remove(&id);
-                return;
-            }
+            Phase::New if !entry.again => return self.forget(id),
             Phase::Held => {
                 let held_for = now.duration_since(entry.taken);
                 let wants = Arc::clone(&entry.ask.wants);
+                let is_unheard_of = entry.uncounted && !entry.again;
                 self.count_hold(&wants, held_for);
+                if is_unheard_of {
+                    return self.forget(id);
+                }
             }
             _ => {}
         }
         self.send_off(id);
+    }
+
+    /// Neither here nor in the store anything is kept of it.
+    fn forget(&mut self, id: Uuid) {
+        if let Some(deadline) = self.entries.remove(&id).and_then(|entry| entry.deadline) {
+            self.deadlines.remove(&(deadline, id));
+        }
     }
 
     /// From now on the id isn't renewed any more, and its release is on its way.
@@ -531,8 +563,7 @@ impl Keeper {
     /// Tells a request no. Its entry stays for whoever has to give things back.
     fn refuse(&mut self, id: Uuid, refused: Refused) {
         if let Some(to) = self.entries.get_mut(&id).and_then(|entry| entry.answer.take()) {
-            let outcome = Err(refused);
-            self.answers.push(Answer { id, to, outcome, shadow: None, fence: None });
+            self.answers.push(Answer::no(id, to, refused));
         }
     }
 }
@@ -647,10 +678,10 @@ impl Keeper {
     }
 
     /// The connection broke: every outcome that is missing is unknown, and asked for again.
-    pub(super) fn disconnected(&mut self, failures: u32) {
+    pub(super) fn disconnected(&mut self, failures: u32, now: Instant) {
         self.connected = false;
         self.orders.clear();
-        self.give_up_after(failures);
+        self.give_up_after(failures, now);
         let mut asking = Vec::new();
         for (&id, entry) in &mut self.entries {
             entry.renewed = entry.confirmed;
@@ -671,38 +702,6 @@ impl Keeper {
         asking.sort_unstable();
         for (_, id) in asking.into_iter().rev() {
             self.new.push_front(id);
-        }
-    }
-
-    /// After some failures in a row nobody waits for the store any more.
-    pub(super) fn give_up_after(&mut self, failures: u32) {
-        if failures >= FAILURES_TO_GIVE_UP && !self.down {
-            self.down = true;
-            tracing::warn!(
-                "the store doesn't answer: new requests are refused, running ones go on"
-            );
-        }
-    }
-
-    /// Refuses those who would wait for the store itself; waiters of a queue keep their place until their time is up.
-    pub(super) fn turn_away(&mut self, now: Instant) {
-        if self.connected {
-            self.connected = false;
-        }
-        let patience = self.settings.op_timeout;
-        for index in 0..self.new.len() {
-            let id = self.new[index];
-            let Some(entry) = self.entries.get(&id) else { continue };
-            let impatient = self.down || now.duration_since(entry.asked) >= patience;
-            if entry.phase == Phase::New && !entry.queued && impatient {
-                self.refuse(id, Refused::of(Why::StoreDown));
-                self.on_release(id, now);
-            }
-        }
-        let entries = &self.entries;
-        self.new.retain(|id| entries.get(id).is_some_and(|entry| entry.phase == Phase::New));
-        if self.leaving == Leaving::Wanted {
-            self.leaving = Leaving::Done;
         }
     }
 }

@@ -26,6 +26,7 @@ fn keeper(store: &MemoryStore, set: &Arc<SetSpec>) -> Leases {
         set: Arc::clone(set),
         renew: forever,
         queue_timeouts: vec![Duration::from_secs(10)],
+        cut_after: None,
     };
     Leases::start(
         Arc::new(store.clone()),
@@ -36,6 +37,7 @@ fn keeper(store: &MemoryStore, set: &Arc<SetSpec>) -> Leases {
             gap: forever,
             presence: forever,
             op_timeout: Duration::from_millis(400),
+            when_down: WhenDown::LocalShare,
         },
     )
 }

@@ -114,6 +114,8 @@ pub struct Heartbeat {
     pub subscribed: bool,
     /// Whether the instance leaves for good.
     pub leaving: bool,
+    /// Which instances it wants to know of: those heard of within this, ms.
+    pub within: i64,
     /// Every set that the instance uses.
     pub beats: Vec<Beat>,
 }
@@ -305,6 +307,8 @@ pub struct BeatReply {
     pub fences: Vec<(Uuid, u64)>,
     /// Waiters of the caller that were granted earlier and haven't confirmed.
     pub pending: Vec<Uuid>,
+    /// The instances asked for, and how long ago each was heard of, ms; the latest last.
+    pub instances: Vec<(Uuid, i64)>,
 }
 
 /// A set as the store sees it.

@@ -106,10 +106,11 @@ impl Writer<'_> {
     pub(super) fn heartbeat(&self, heartbeat: &Heartbeat) -> Cmd {
         let sets: Vec<&SetSpec> = heartbeat.beats.iter().map(|beat| &*beat.set).collect();
         let renewals: usize = heartbeat.beats.iter().map(|beat| beat.renew.len()).sum();
-        let own = 2 + 3 * sets.len() + 5 * renewals;
+        let own = 3 + 3 * sets.len() + 5 * renewals;
         let (mut cmd, _) = self.begin(&HEARTBEAT, &sets, &[], own);
         flag(&mut cmd, heartbeat.subscribed);
         flag(&mut cmd, heartbeat.leaving);
+        cmd.arg(heartbeat.within);
         for beat in &heartbeat.beats {
             cmd.arg(beat.known.as_ref().map(write_override).unwrap_or_default());
             match beat.order {
@@ -439,6 +440,7 @@ pub(super) fn read_heartbeat(reply: Value) -> Result<BeatReply, StoreError> {
     let stamp = reader.stamp()?;
     let Grants { granted, fences } = reader.grants()?;
     let pending = reader.many(Reader::id)?;
+    let instances = reader.many(|reader| Ok((reader.id()?, reader.int()?)))?;
     let renewed = reader.many(|reader| match reader.int()? {
         0 => Ok(Renewed::Kept),
         1 => Ok(Renewed::Readded),
@@ -455,7 +457,7 @@ pub(super) fn read_heartbeat(reply: Value) -> Result<BeatReply, StoreError> {
             order: read_override(&reader.text()?)?,
         });
     }
-    Ok(BeatReply { stamp, renewed, sets, granted, fences, pending })
+    Ok(BeatReply { stamp, renewed, sets, granted, fences, pending, instances })
 }
 
 pub(super) fn read_status(reply: Value) -> Result<SetStatus, StoreError> {
@@ -594,7 +596,8 @@ mod tests {
         assert!(is_bad(read_turn(array(&[7, 7, 0, 0, 1, 3, 0, 0, 0]))));
         assert!(is_bad(read_turn(array(&[7, 7, 0, 0, 0, 0, 0, 0, 9, 0, 0]))));
         assert!(is_bad(read_turn(array(&[7, 7, 0, 0, 0, 0, 0, 0, 0, 0]))));
-        assert!(is_bad(read_heartbeat(array(&[7, 7, 0, 0, 0, 1, 2]))));
+        assert!(is_bad(read_heartbeat(array(&[7, 7, 0, 0, 0, 0, 1, 2]))));
+        assert!(is_bad(read_heartbeat(array(&[7, 7, 0, 0, 0, 1, 7]))));
     }
 
     #[test]

@@ -11,10 +11,12 @@ impl Keeper {
         now: Instant,
         result: Result<Reply, StoreError>,
     ) {
-        let Ok(reply) = result else { return };
-        if std::mem::take(&mut self.down) {
-            tracing::info!("the store answers again");
-        }
+        let reply = match result {
+            Ok(reply) => reply,
+            Err(StoreError::Timeout) => return self.out_of_contact(sent),
+            Err(_) => return self.out_of_contact(now),
+        };
+        self.in_contact(now);
         if let Some(releases) = reply.releases {
             self.note(releases.stamp, now);
             self.take_fences(&releases.fences);
@@ -170,8 +172,13 @@ impl Keeper {
             self.deadlines.remove(&(deadline, id));
         }
         if let Some(to) = entry.answer.take() {
-            let fence = entry.fence;
-            self.answers.push(Answer { id, to, outcome: Ok(now), shadow, fence });
+            let limit = |want: &Want| self.settings.limits[want.set.limit].cut_after;
+            if let Some(lasts) = entry.ask.wants.iter().filter_map(limit).min() {
+                let confirmed = Some(sent).filter(|_| !entry.uncounted);
+                entry.guard = Some(Guard::new(lasts, confirmed, now));
+            }
+            let (fence, guard) = (entry.fence, entry.guard.clone());
+            self.answers.push(Answer { id, to, outcome: Ok(now), shadow, fence, guard });
         }
         let wants = Arc::clone(&entry.ask.wants);
         self.count_taken(&wants);
@@ -228,9 +235,7 @@ impl Keeper {
     /// The store keeps nothing of the request.
     pub(in crate::leases) fn turn_down(&mut self, id: Uuid, refused: Refused) {
         self.refuse(id, refused);
-        if let Some(deadline) = self.entries.remove(&id).and_then(|entry| entry.deadline) {
-            self.deadlines.remove(&(deadline, id));
-        }
+        self.forget(id);
     }
 
     /// Waiters of ours were handed slots with a full lease.
@@ -262,8 +267,13 @@ impl Keeper {
             self.readded += u64::from(*renewed == Renewed::Readded);
             if let Some(entry) = self.entries.get_mut(&renew.ask.id) {
                 entry.confirmed = entry.confirmed.max(sent);
+                entry.uncounted = false;
+                if let Some(guard) = &entry.guard {
+                    guard.confirm(entry.confirmed);
+                }
             }
         }
+        self.meet(&reply, sent, now);
         self.on_granted(&reply.granted, sent, now);
         self.see(heartbeat, &reply.sets, now);
         self.heard = true;
@@ -341,6 +351,17 @@ impl Keeper {
         self.started |= self.heard && !recovering;
         Outlook {
             up: self.connected && !self.down && self.heard,
+            away: self.absence.begun,
+            has_fallback: self.has_fallback(),
+            shares: self
+                .settings
+                .limits
+                .iter()
+                .zip(&self.limits)
+                .map(|(limit, state)| self.share_of(limit.set.limit, state.seen.slots))
+                .collect(),
+            alone: self.absence.alone,
+            readded: self.readded,
             started: self.started,
             recovering,
             sets: self.limits.iter().map(|limit| limit.seen.clone()).collect(),

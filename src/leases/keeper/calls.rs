@@ -33,6 +33,7 @@ impl Keeper {
             let Some(entry) = self.entries.get_mut(&id) else { continue };
             if entry.phase == Phase::Leaving {
                 entry.phase = Phase::Releasing;
+                entry.said = true;
                 call.releases.push(Release {
                     ask: entry.ask.clone(),
                     queued: entry.queued || entry.again,
@@ -70,6 +71,10 @@ impl Keeper {
             if matches!(entry.phase, Phase::Leaving | Phase::Releasing) {
                 continue;
             }
+            // Its slot may be another's already, and it is about to be cut.
+            if entry.guard.as_ref().is_some_and(|guard| guard.is_over(now)) {
+                continue;
+            }
             let mut due = false;
             for want in &entry.ask.wants[..entry.held] {
                 let every = self.settings.limits[want.set.limit].renew;
@@ -79,7 +84,8 @@ impl Keeper {
                     continue;
                 }
                 due = true;
-                let lapsed = ms(now.duration_since(entry.confirmed)) > want.set.lease;
+                let age = ms(now.duration_since(entry.confirmed));
+                let lapsed = entry.uncounted || age > want.set.lease;
                 let renew = Renew { ask: entry.ask.clone(), weight: want.weight, lapsed };
                 beats.of(&want.set).renew.push(renew);
             }
@@ -88,6 +94,7 @@ impl Keeper {
             }
             if due {
                 entry.renewed = now;
+                entry.again |= entry.uncounted;
                 renewals += 1;
             }
             if renewals == RENEWALS_PER_CALL {
@@ -97,7 +104,9 @@ impl Keeper {
             }
         }
         let beats = beats.list;
-        Heartbeat { subscribed: self.subscribed, leaving: false, beats }
+        let longest = self.settings.limits.iter().map(|limit| limit.set.lease).max();
+        let within = longest.unwrap_or(0) + ms(self.settings.op_timeout);
+        Heartbeat { subscribed: self.subscribed, leaving: false, within, beats }
     }
 }
 

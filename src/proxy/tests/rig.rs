@@ -16,7 +16,7 @@ use tokio::{
 use super::super::Proxy;
 use crate::{
     admission::{Admission, Arrival},
-    config::{Classes, Config, Limit, Route, Server, Store, StoreKind},
+    config::{Classes, Config, Limit, Route, Server, Store, StoreKind, WhenDown},
     metrics::Metrics,
     server,
     store::MemoryStore,
@@ -168,6 +168,7 @@ fn config(endpoint: &str) -> Config {
             prefix: String::new(),
             op_timeout: second,
             digest_key: None,
+            when_down: WhenDown::Closed,
         },
         classes: Classes::default(),
         limits: vec![Limit::plain("one", 1)],

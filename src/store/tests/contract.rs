@@ -303,6 +303,21 @@ fn both(narrow: &Arc<SetSpec>, wide: &Arc<SetSpec>) -> Ask {
     Ask { wants: [want(narrow), want(wide)].into(), ..ask(narrow) }
 }
 
+async fn a_heartbeat_tells_who_was_heard_of(rig: Rig) {
+    let (a, b) = (rig.instance().await, rig.instance().await);
+    let told = |reply: BeatReply| -> Vec<Uuid> {
+        assert!(reply.instances.iter().all(|&(_, age)| (0..60_000).contains(&age)));
+        reply.instances.iter().map(|&(instance, _)| instance).collect()
+    };
+    let mut both = told(a.beat(&[]).await);
+    both.sort_unstable();
+    let mut ids = [a.caller.instance, b.caller.instance];
+    ids.sort_unstable();
+    assert_eq!(both, ids);
+    b.leave(&[]).await;
+    assert_eq!(told(a.beat(&[]).await), [a.caller.instance]);
+}
+
 async fn a_refused_request_keeps_nothing(rig: Rig) {
     let narrow = Arc::new(SetSpec { key: "narrow".into(), ..set(1) });
     let (wide, me) = (Arc::new(set(1)), rig.instance().await);

@@ -435,7 +435,12 @@ impl Pair {
             beats.push(Beat { set: self.spec(who, set), renew, known, order });
         }
         self.rng.shuffle(&mut beats);
-        Heartbeat { subscribed: self.rng.u32(..4) > 0, leaving: self.rng.u32(..60) == 0, beats }
+        Heartbeat {
+            subscribed: self.rng.u32(..4) > 0,
+            leaving: self.rng.u32(..60) == 0,
+            within: self.rng.i64(..20_000),
+            beats,
+        }
     }
 
     // === behind the operations' back ===
@@ -687,7 +692,7 @@ fn brief(call: &Call) -> String {
     for Release { ask, queued, refund } in &call.releases {
         text += &format!("release {} queued {queued} refund {refund}; ", wants(ask));
     }
-    if let Some(Heartbeat { subscribed, leaving, beats }) = &call.heartbeat {
+    if let Some(Heartbeat { subscribed, leaving, beats, .. }) = &call.heartbeat {
         text += &format!("heartbeat subscribed {subscribed} leaving {leaving} ");
         for beat in beats {
             text += &format!("{}: ", beat.set.key);

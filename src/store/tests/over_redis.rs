@@ -87,7 +87,7 @@ async fn a_link_that_is_dropped_takes_its_connection_along() {
 
 #[tokio::test]
 async fn errors_tell_neither_url_nor_password() {
-    use crate::config::{Secret, Store as Settings, StoreKind};
+    use crate::config::{Secret, Store as Settings, StoreKind, WhenDown};
     let server = Server::start().await;
     let port = server.port;
     drop(server);
@@ -101,6 +101,7 @@ async fn errors_tell_neither_url_nor_password() {
             kind: StoreKind::Redis(Secret(url.clone())),
             prefix: String::new(),
             digest_key: None,
+            when_down: WhenDown::Closed,
             op_timeout: Duration::from_millis(500),
         };
         let text = match RedisStore::new(&Secret(url.clone()), &settings) {
@@ -113,13 +114,14 @@ async fn errors_tell_neither_url_nor_password() {
 
 #[tokio::test]
 async fn a_silent_server_times_out() {
-    use crate::config::{Secret, Store as Settings, StoreKind};
+    use crate::config::{Secret, Store as Settings, StoreKind, WhenDown};
     let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
     let url = Secret(format!("redis://{}", listener.local_addr().unwrap()));
     let settings = Settings {
         kind: StoreKind::Redis(url.clone()),
         prefix: String::new(),
         digest_key: None,
+        when_down: WhenDown::Closed,
         op_timeout: Duration::from_millis(100),
     };
     let store = RedisStore::new(&url, &settings).unwrap();

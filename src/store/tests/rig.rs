@@ -202,7 +202,7 @@ impl Instance {
     }
 
     async fn heartbeat(&self, beats: Vec<Beat>, leaving: bool) -> BeatReply {
-        let heartbeat = Heartbeat { subscribed: self.subscribed, leaving, beats };
+        let heartbeat = Heartbeat { subscribed: self.subscribed, leaving, within: FOR_EVER, beats };
         let call = Call { heartbeat: Some(heartbeat), ..Call::default() };
         self.call(&call).await.unwrap().heartbeat.unwrap()
     }

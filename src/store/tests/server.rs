@@ -11,7 +11,7 @@ use deadpool_redis::redis::{self, Client, RedisResult, aio::MultiplexedConnectio
 use tempfile::TempDir;
 
 use crate::{
-    config::{Secret, Store as Settings, StoreKind},
+    config::{Secret, Store as Settings, StoreKind, WhenDown},
     store::RedisStore,
 };
 
@@ -84,6 +84,7 @@ impl Server {
             kind: StoreKind::Redis(url.clone()),
             prefix: PREFIX.to_owned(),
             digest_key: None,
+            when_down: WhenDown::Closed,
             op_timeout: Duration::from_secs(2),
         };
         RedisStore::new(&url, &settings).unwrap()
