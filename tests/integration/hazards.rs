@@ -11,12 +11,15 @@
 //! | 7 client leaves in a stream | `client_gone` (eight ways, thirteen rounds each); beside others: hazard 6 |
 //! | 8 held to the end of the body | `streaming::a_stream_holds_its_slot_to_its_end`, `answers_without_a_body_…`, `trailers_…` |
 //! | 10 an instance dies | [`h10_the_slots_of_a_killed_instance_come_back_with_its_leases_and_no_sooner`], `crash` |
+//! | 11 an instance freezes | `away::h11_an_instance_that_was_frozen_…`, `crash::a_late_release_…` |
 //! | 14 scripts flushed | `store_faults::scripts_flushed_under_load_fail_no_request`, `store/tests/over_redis::the_next_link_loads_…` |
+//! | 19 Redis unreachable | `away::h19_…`, `away` (frozen, killed, cut off; closed, local-share, open) |
 //! | 22 another limit | [`h22_a_limit_goes_from_five_to_two_to_eight_under_load`], `limit_change` |
 //! | 23 wake-up | [`h23_a_release_wakes_one_waiter_and_nobody_polls`] |
 //! | 24 priority, ageing, weights | [`full::h24_the_right_one_is_next_whatever_it_weighs_and_wherever_it_waits`], `fairness::a_flood_…` |
 //! | 25 bounds of the queue, drain | [`full::h25_ten_thousand_at_once_are_refused_apart_and_leave_nothing`] |
 //! | bug 1 slots of cancelled and failed requests leak | [`bugs::bug_01_no_way_to_end_leaks_a_slot`] |
+//! | bug 2 every instance falls back on the whole limit | `away::bug_02_three_instances_without_redis_share_one_limit` |
 //! | bug 3 a release is lost once | [`bugs::bug_03_a_lost_release_is_said_again`], `crash` |
 //! | bug 5 jobs longer than the lock | [`h01_a_pool_full_for_five_leases_never_vanishes`], `streaming::a_stream_of_three_leases_keeps_its_slot` |
 //! | bug 7 a fair queue loses the living or waits for the dead | [`bugs::bug_07_a_dead_head_goes_and_a_living_waiter_stays`] |

@@ -4,6 +4,7 @@
 //! flight. Tests wait for states, never for a time to pass, and assert no durations.
 #![cfg(test)]
 
+mod away;
 mod client_gone;
 mod config_errors;
 mod crash;

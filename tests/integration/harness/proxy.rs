@@ -180,7 +180,22 @@ impl Proxy {
         Self::start(command, dir, addr, admin).await
     }
 
-    async fn start(
+    /// The same, alive but perhaps never ready.
+    pub(crate) async fn spawn_unready(conf: &Conf) -> Self {
+        let (dir, addr, admin) = (TempDir::new().unwrap(), unused_addr(), unused_addr());
+        let file = dir.path().join("proxy.toml");
+        std::fs::write(&file, conf.text(addr, admin)).unwrap();
+        let mut command = tidegate();
+        command.args(["run", "--config"]).arg(file);
+        Self::start_until("/livez", command, dir, addr, admin).await
+    }
+
+    async fn start(command: Command, dir: TempDir, addr: SocketAddr, admin: SocketAddr) -> Self {
+        Self::start_until("/readyz", command, dir, addr, admin).await
+    }
+
+    async fn start_until(
+        path: &str,
         mut command: Command,
         dir: TempDir,
         addr: SocketAddr,
@@ -194,11 +209,11 @@ impl Proxy {
             .spawn()
             .unwrap();
         let mut proxy = Self { addr, admin, process, dir };
-        eventually("/readyz says 200", async || {
+        eventually(&format!("{path} says 200"), async || {
             if let Some(status) = proxy.process.try_wait().unwrap() {
                 panic!("tidegate ended before it was ready: {status}");
             }
-            proxy.admin_status("/readyz").await == Some(200)
+            proxy.admin_status(path).await == Some(200)
         })
         .await;
         proxy
@@ -220,10 +235,28 @@ impl Proxy {
         Some(answer.status)
     }
 
+    /// `/status`.
+    pub(crate) async fn status(&self) -> Value {
+        let answer = Client::new().get(self.admin, "/status").await;
+        serde_json::from_slice(&answer.body).unwrap()
+    }
+
+    /// A sample of `/metrics`, 0 where there is none.
+    pub(crate) async fn metric(&self, name: &str) -> f64 {
+        let answer = Client::new().get(self.admin, "/metrics").await;
+        let text = String::from_utf8(answer.body.to_vec()).unwrap();
+        let sample = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' '));
+        sample.map_or(0.0, |value| value.parse().unwrap())
+    }
+
+    /// What it has logged.
+    pub(crate) fn log(&self) -> String {
+        std::fs::read_to_string(self.dir.path().join("log")).unwrap()
+    }
+
     /// The status object of one limit, from `/status`.
     pub(crate) async fn limit(&self, name: &str) -> Value {
-        let answer = Client::new().get(self.admin, "/status").await;
-        let status: Value = serde_json::from_slice(&answer.body).unwrap();
+        let status = self.status().await;
         match &status["limits"] {
             Value::Array(limits) => limits.iter().find(|limit| limit["name"] == name).cloned(),
             limits => limits.get(name).cloned(),

@@ -34,6 +34,8 @@ struct Faults {
     delay: Duration,
     /// Connections accepted under this number or an earlier one have every request held up.
     hold: Option<u64>,
+    /// New connections are closed at once.
+    shut: bool,
 }
 
 /// Every connection of which something is held up.
@@ -72,6 +74,18 @@ impl Relay {
     /// Closes every connection; new ones are fine.
     pub(crate) fn cut(&self) {
         self.faults.send_modify(|faults| faults.cuts += 1);
+    }
+
+    /// Closes every connection, and new ones at once, until [`Relay::reopen`].
+    pub(crate) fn shut(&self) {
+        self.faults.send_modify(|faults| {
+            faults.shut = true;
+            faults.cuts += 1;
+        });
+    }
+
+    pub(crate) fn reopen(&self) {
+        self.faults.send_modify(|faults| faults.shut = false);
     }
 
     /// Loses every further reply on the connections that are open now. Only [`Relay::cut`] ends that, as a network would.
@@ -142,6 +156,9 @@ async fn pass(
     held_up: &HeldUp,
 ) -> io::Result<()> {
     let accepted = faults.borrow().cuts;
+    if faults.borrow().shut {
+        return Ok(());
+    }
     let far = TcpStream::connect(target).await?;
     near.set_nodelay(true)?;
     far.set_nodelay(true)?;
