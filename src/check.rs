@@ -3,7 +3,8 @@
 use std::{cmp::Reverse, fmt::Write, time::Duration};
 
 use crate::config::{
-    ClassRule, Config, Dialect, HostPattern, Key, Limit, Mode, Rate, Route, Step, WeightRule,
+    ClassRule, Config, Dialect, HostPattern, Key, Limit, Mode, OnLeaseLost, Rate, Route, Step,
+    WeightRule,
 };
 use crate::copies::{ALL_COPIES, LONGEST_COPY};
 
@@ -217,6 +218,9 @@ fn limit(limit: &Limit, config: &Config) -> String {
         Mode::Enforce => format!("\n    refuses with {}", limit.status.as_u16()),
         Mode::Shadow => "\n    shadow: admits everybody and counts what it would refuse".to_owned(),
     };
+    if limit.on_lease_lost == OnLeaseLost::Cut {
+        text += "\n    cuts a request before its lease can be over";
+    }
     if let Some(header) = &limit.holder_header {
         text += &format!("\n    tells the holder in {header}");
     }
@@ -390,6 +394,7 @@ limits:
         classes.normal = { queue = { size = 3, timeout = "4s" } }
         classes.background = { share = 0.5, queue = 0 }
         holder_header = "x-holder"
+        on_lease_lost = "cut"
         [limits.wide]
         slots = 20
         mode = "shadow"
@@ -445,6 +450,7 @@ routes, in the order they match:
     classes: critical 5, normal 5 (queue 3 for 4s), background 2 (share 0.5, queue 0)
     all of this for each value of header x-tenant, big has 50
     refuses with 429
+    cuts a request before its lease can be over
     tells the holder in x-holder
 ",
             "
@@ -481,6 +487,10 @@ copies, for the steps with `stale`:
                     "endpoints = [\"http://127.0.0.1:3000\"]",
                 ),
                 "route `/`: keyed limit `tenant` has no wide one behind it",
+            ),
+            (
+                change("redis://127.0.0.1\"", "redis://127.0.0.1\"\nstore.when_down = \"open\""),
+                "store.when_down is \"open\": no limit holds while the store is away",
             ),
             (
                 change("max = 2", "max = 6"),

@@ -1,6 +1,6 @@
 //! What looks wrong although it is valid.
 
-use crate::config::{ClassRule, Config, Limit, Route, Step, StoreKind};
+use crate::config::{ClassRule, Config, Limit, Route, Step, StoreKind, WhenDown};
 
 /// Returns one sentence each.
 pub(super) fn warnings(config: &Config) -> Vec<String> {
@@ -10,6 +10,10 @@ pub(super) fn warnings(config: &Config) -> Vec<String> {
             "the store is memory: it counts per process; a fleet shares its slots only in Redis"
                 .to_owned(),
         );
+    }
+    if config.store.when_down == WhenDown::Open {
+        warnings
+            .push("store.when_down is \"open\": no limit holds while the store is away".to_owned());
     }
     for route in &config.routes {
         for chain in chains(route, config) {

@@ -339,24 +339,34 @@ async fn who_is_cut_off_alone_adds_nothing_where_its_streams_are_cut() {
 #[tokio::test]
 async fn h11_an_instance_that_was_frozen_forwards_no_byte_of_a_lost_lease() {
     let (upstream, redis) = (Upstream::spawn().await, Redis::spawn().await);
-    let conf = conf(&upstream, &redis, 1, CLOSED).limit("on_lease_lost = \"cut\"");
+    // Many, so that some are read before the timer comes to them.
+    const SLOTS: usize = 40;
+    let conf = conf(&upstream, &redis, SLOTS as u32, CLOSED).limit("on_lease_lost = \"cut\"");
     let (frozen, other) = tokio::join!(Proxy::spawn(&conf), Proxy::spawn(&conf));
-    let mut raw = Raw::get(frozen.addr(), "/sse?events=3&gate=1&name=frozen").await;
-    raw.head().await;
-    redis.wait_in_use("llm", 1).await;
+    let mut streams = Vec::new();
+    for _ in 0..SLOTS {
+        let mut raw = Raw::get(frozen.addr(), "/sse?events=3&gate=1&name=frozen").await;
+        raw.head().await;
+        streams.push(raw);
+    }
+    redis.wait_in_use("llm", SLOTS).await;
 
     frozen.sigstop();
-    let successor = get(&other, "/gate");
-    upstream.wait_current(2).await;
-    // Three events and the end lie ready for it.
-    upstream.open_gate("frozen", 4);
-    upstream.wait_current(1).await;
+    let successors: Vec<_> = (0..SLOTS).map(|_| get(&other, "/gate")).collect();
+    upstream.wait_current(2 * SLOTS).await;
+    // Three events of each and the end lie ready for it.
+    upstream.open_gate("frozen", 4 * SLOTS);
+    upstream.wait_current(SLOTS).await;
     frozen.sigcont();
-    let rest = raw.read_to_end().await.unwrap_or_default();
-    assert!(rest.is_empty(), "{}", String::from_utf8_lossy(&rest));
-    assert_eq!(redis.in_use("llm").await, 1);
-    upstream.open(1);
-    assert_eq!(successor.await.unwrap().status, 200);
+    for raw in streams {
+        let rest = raw.read_to_end().await.unwrap_or_default();
+        assert!(rest.is_empty(), "{}", String::from_utf8_lossy(&rest));
+    }
+    assert_eq!(redis.in_use("llm").await, SLOTS);
+    upstream.open(SLOTS);
+    for successor in successors {
+        assert_eq!(successor.await.unwrap().status, 200);
+    }
     redis.wait_in_use("llm", 0).await;
 }
 

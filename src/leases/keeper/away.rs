@@ -274,7 +274,7 @@ impl Keeper {
         enforced(&entry.ask).all(|want| {
             self.store_counts_us(&want.set, now)
                 || want.weight <= self.cap_of(want, entry.ask.class)
-        }) && self.absence.contact.is_some()
+        })
     }
 
     /// Whether the store may still count what we held of a set, by the time of the last contact.
@@ -338,9 +338,7 @@ impl Keeper {
     fn take_share(&mut self, id: Uuid, room: &mut Room, now: Instant) -> bool {
         let ask = &self.entries[&id].ask;
         let class = ask.class;
-        if self.absence.contact.is_none()
-            || enforced(ask).any(|want| self.store_counts_us(&want.set, now))
-        {
+        if enforced(ask).any(|want| self.store_counts_us(&want.set, now)) {
             return false;
         }
         for want in enforced(ask) {
