@@ -184,7 +184,6 @@ async fn an_outage_refuses_nobody(outage: Outage) {
     for proxy in [&a, &b] {
         wait_away(proxy, true).await;
         assert_eq!(proxy.admin_status("/readyz").await, Some(200));
-        assert!(admitted(proxy, "taken_over").await > 0.0);
         assert!(admitted(proxy, "share").await > 100.0);
     }
     let before = served.load(Ordering::Relaxed);
@@ -261,7 +260,8 @@ async fn two(
 ) -> (Upstream, Redis, Relay, Proxy, Proxy) {
     let (upstream, redis) = (Upstream::spawn().await, Redis::spawn().await);
     let relay = Relay::to(redis.addr()).await;
-    let near = conf(&upstream, &redis, 4, when_down).limit(limit);
+    // Long enough for the first lease of an outage to be looked at.
+    let near = conf(&upstream, &redis, 4, when_down).lease("4s").limit(limit);
     let far = near.clone().store_url(format!("redis://{}", relay.addr()));
     let (far, near) = tokio::join!(Proxy::spawn(&far), Proxy::spawn(&near));
     wait_share(&far, 2).await;
@@ -312,7 +312,7 @@ async fn who_is_cut_off_alone_adds_nothing_where_its_streams_are_cut() {
     }
     redis.wait_in_use("llm", 3).await;
     // Renewed as long as Redis can be reached.
-    sleep(LEASE).await;
+    sleep(2 * LEASE).await;
     assert_eq!(upstream.current(), 3);
 
     let requests: Vec<_> = (0..4).map(|_| get(&near, "/gate")).collect();

@@ -38,6 +38,7 @@ on_both_stores! {
     waiters_of_the_dead_block_nobody
     the_lowest_claim_is_in_force
     who_leaves_takes_claim_and_waiters_along
+    a_heartbeat_tells_who_was_heard_of
     a_refused_request_keeps_nothing
     a_waiting_request_keeps_its_earlier_slots
     a_grant_of_one_set_is_no_grant_of_the_next
