@@ -337,6 +337,28 @@ async fn who_is_cut_off_alone_adds_nothing_where_its_streams_are_cut() {
 }
 
 #[tokio::test]
+async fn strict_recovery_outlasts_those_who_cannot_register_again() {
+    let limit = "on_lease_lost = \"cut\"\nrecovery = \"strict\"";
+    let (upstream, mut redis, relay, far, near) = two(limit, CLOSED).await;
+    let mut streams = Vec::new();
+    for _ in 0..4 {
+        let mut raw = Raw::get(far.addr(), "/sse?events=1&gate=1&name=far").await;
+        raw.head().await;
+        streams.push(raw);
+    }
+    relay.shut();
+    redis.restart().await;
+    // Redis has forgotten them, and they can't say that they run.
+    let requests: Vec<_> = (0..4).map(|_| get(&near, "/gate")).collect();
+    upstream.wait_total(8).await;
+    assert_eq!(upstream.highest(), 4);
+    upstream.open(4);
+    for request in requests {
+        assert_eq!(request.await.unwrap().status, 200);
+    }
+}
+
+#[tokio::test]
 async fn h11_an_instance_that_was_frozen_forwards_no_byte_of_a_lost_lease() {
     let (upstream, redis) = (Upstream::spawn().await, Redis::spawn().await);
     // Many, so that some are read before the timer comes to them.
