@@ -502,3 +502,52 @@ fn shadow_limits_stop_nobody() {
     let asked: Vec<_> = (0..5).map(|_| (rig.ask_one(), None)).collect();
     assert_eq!(rig.settle(), asked);
 }
+
+#[test]
+fn a_class_with_a_reserve_above_it_takes_over_from_its_like() {
+    let mut rig = Rig::settled(4);
+    let (high, low) = (rig.hold(&[(0, 1)], 0), rig.hold(&[(0, 1)], 1));
+    rig.lose_for_good();
+    rig.release(high);
+    rig.ask(&[(0, 1)], 1);
+    assert_eq!(rig.settle(), []);
+    rig.release(low);
+    assert_eq!(rig.settle(), [(low, None)]);
+}
+
+#[test]
+fn the_stalest_slot_goes_first_unless_its_user_is_cut() {
+    for is_cut in [false, true] {
+        let mut rig = Rig::settled(4);
+        rig.keeper.settings.limits[0].cut_after = is_cut.then_some(LEASE / 2);
+        let stale = rig.hold(&[(0, 1)], 0);
+        rig.pass(100 * TICK);
+        let fresh = rig.hold(&[(0, 1)], 0);
+        rig.lose_for_good();
+        rig.release(fresh);
+        rig.release(stale);
+        rig.ask_one();
+        assert_eq!(rig.settle(), [(if is_cut { fresh } else { stale }, None)]);
+        // One that is to be cut gets no slot on which it would be cut at once.
+        rig.pass(LEASE / 2);
+        rig.ask_one();
+        let left = if is_cut { vec![] } else { vec![(fresh, None)] };
+        assert_eq!(rig.settle(), left);
+    }
+}
+
+#[test]
+fn who_has_no_lease_is_not_cut_before_the_store_gives_one() {
+    let mut rig = Rig::settled(4);
+    rig.keeper.settings.limits[0].cut_after = Some(LEASE / 2);
+    rig.lose_for_good();
+    rig.pass(LEASE + TICK);
+    let id = rig.ask_one();
+    assert_eq!(rig.settle(), [(id, None)]);
+    let guard = rig.keeper.entries[&id].guard.clone().unwrap();
+    rig.pass(2 * LEASE);
+    assert_eq!(guard.ends(), None);
+    rig.back();
+    rig.serve();
+    assert_eq!(guard.ends(), Some(rig.now + LEASE / 2));
+}
