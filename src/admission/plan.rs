@@ -13,7 +13,7 @@ use crate::{
 };
 
 /// gRPC's own deadline; every such client sends it.
-const GRPC_TIMEOUT: &str = "grpc-timeout";
+const GRPC_TIMEOUT: HeaderName = HeaderName::from_static("grpc-timeout");
 
 /// What of a request decides about its admission.
 #[derive(Clone, Copy, Debug)]
@@ -145,9 +145,9 @@ impl Plan {
 
     /// When the client gives up by itself, if it says so.
     pub(super) fn deadline(&self, arrival: &Arrival<'_>, asked: Instant) -> Option<Instant> {
-        let text = |name: &str| arrival.headers.get(name)?.to_str().ok();
-        let named = self.deadline_header.as_ref().and_then(|name| seconds(text(name.as_str())?));
-        let of_grpc = text(GRPC_TIMEOUT).and_then(grpc_timeout);
+        let text = |name: &HeaderName| arrival.headers.get(name)?.to_str().ok();
+        let named = self.deadline_header.as_ref().and_then(|name| seconds(text(name)?));
+        let of_grpc = text(&GRPC_TIMEOUT).and_then(grpc_timeout);
         let patience = named.into_iter().chain(of_grpc).min()?;
         asked.checked_add(patience)
     }
