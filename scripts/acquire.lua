@@ -17,6 +17,7 @@
 --       refused. By what: a want, counted from 0, or a rate, counted from -1 down
 
 local function enqueue(set, ask, weight)
+  if set.warm and set.waiting == 0 then call_for_slots() end
   if not set.noted then see_others(set) end
   note_queue(set, set.classes[ask.class])
   local ticket = redis.call('HINCRBY', set.meta, 'ticket', 1)

@@ -19,6 +19,8 @@ mod plan;
 pub use plan::Arrival;
 use plan::Plan;
 
+/// From so many slots on an instance may keep one for its next request, instead of giving it back and asking anew.
+const WARM_FROM: u32 = 64;
 /// A lease that outlives every process: a store inside the process forgets when the process does.
 const FOREVER: Duration = Duration::from_secs(100 * 365 * 24 * 3600);
 
@@ -309,6 +311,7 @@ fn limit_settings(config: &Config, index: usize, local: bool) -> LimitSettings {
         keyed: limit.key.is_some(),
         shadow: limit.mode == Mode::Shadow,
         fenced: limit.fence_header.is_some(),
+        warm: limit.slots >= WARM_FROM && limit.is_plain(),
         classes: classes
             .clone()
             .map(|(name, policy)| ClassSpec {

@@ -254,6 +254,15 @@ pub struct Route {
 }
 
 impl Limit {
+    /// Whether its holders are all alike: nobody is told their ids, and nothing but a release ends them.
+    pub fn is_plain(&self) -> bool {
+        self.key.is_none()
+            && self.mode == Mode::Enforce
+            && self.on_lease_lost == OnLeaseLost::Keep
+            && self.holder_header.is_none()
+            && self.fence_header.is_none()
+    }
+
     /// How long a request may rely on its lease after the sending of what confirmed it, `linger` not yet taken off: what was
     /// sent may have taken an operation's timeout, timers are late, and two clocks don't run alike.
     pub fn guarded_for(&self, op_timeout: Duration) -> Duration {

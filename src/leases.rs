@@ -52,6 +52,8 @@ struct Desk {
     store: Arc<dyn SlotStore>,
     inbox: Mutex<Vec<Message>>,
     keeper: Mutex<Keeper>,
+    /// Whether slots of any limit may be kept warm.
+    is_warm: bool,
     wake: Notify,
     idle: Notify,
 }
@@ -133,7 +135,9 @@ impl Leases {
     /// Starts the keeper of an instance on the current runtime.
     pub fn start(store: Arc<dyn SlotStore>, settings: Settings) -> Self {
         let instance = settings.instance;
+        let is_warm = settings.limits.iter().any(|limit| limit.set.warm);
         let desk = Arc::new(Desk {
+            is_warm,
             keeper: Mutex::new(Keeper::new(settings, Instant::now())),
             inbox: Mutex::new(Vec::new()),
             wake: Notify::new(),
@@ -165,11 +169,18 @@ impl Leases {
     /// Asks for slots. `ask.id` was never used before; at the deadline, if there is one, the client gives up by itself.
     pub fn acquire(&self, ask: Ask, deadline: Option<Instant>) -> Pending {
         let (desk, id, now) = (&self.desk, ask.id, Instant::now());
-        if let Some(store) = desk.store.local()
-            && let Ok(keeper) = desk.keeper.try_lock()
-            && keeper.is_open()
+        if (desk.is_warm || desk.store.local().is_some())
+            && let Ok(mut keeper) = desk.keeper.try_lock()
         {
-            return desk.acquire_at_once(store, keeper, ask, deadline, now);
+            if let Some(slots) = keeper.reuse(&ask, now) {
+                desk.leave_for_good(keeper);
+                return Pending::told(desk, slots, now);
+            }
+            if let Some(store) = desk.store.local()
+                && keeper.is_open()
+            {
+                return desk.acquire_at_once(store, keeper, ask, deadline, now);
+            }
         }
         let (sender, answer) = oneshot::channel();
         let pending = Pending::waiting(desk, id, answer);
@@ -295,6 +306,14 @@ impl Desk {
         } else {
             self.say(Message::GiveBack { ask, taken });
         }
+    }
+
+    /// Keeps slots for the next request here; false if they are to be given back.
+    fn keep_warm(self: &Arc<Self>, slots: &mut Slots, taken: Instant) -> bool {
+        let Ok(mut keeper) = self.keeper.try_lock() else { return false };
+        let is_kept = keeper.keep_warm(slots, taken, Instant::now());
+        self.leave_for_good(keeper);
+        is_kept
     }
 
     /// Looks at the keeper, or changes something in passing.
@@ -558,6 +577,9 @@ impl Lease {
 
 impl Drop for Lease {
     fn drop(&mut self) {
+        if self.desk.is_warm && self.desk.keep_warm(&mut self.slots, self.taken) {
+            return;
+        }
         match &mut self.slots {
             Slots::Listed(id) => self.desk.say(Message::Release(*id)),
             Slots::AtOnce(ask) => {
@@ -570,6 +592,18 @@ impl Drop for Lease {
 }
 
 impl Pending {
+    fn told(desk: &Arc<Desk>, slots: Slots, taken: Instant) -> Self {
+        let desk = Arc::clone(desk);
+        Self(Awaited::Told(Some(Lease {
+            desk,
+            slots,
+            taken,
+            shadow: None,
+            fence: None,
+            guard: None,
+        })))
+    }
+
     fn waiting(
         desk: &Arc<Desk>,
         id: Uuid,

@@ -332,11 +332,21 @@ impl Context<'_> {
             match notice {
                 Notice::Granted => self.again.push(id),
                 Notice::Displaced => self.displaced.push(id),
+                Notice::Wanted => {}
             }
         } else if self.fleet.subscribed.get(&instance) == Some(&true)
             && self.listeners.contains(&instance)
         {
             self.pushes.push((instance, id, notice));
+        }
+    }
+
+    /// Tells every living instance that slots are wanted; the caller hears in the reply.
+    fn call_for_slots(&mut self) {
+        let others: Vec<Uuid> =
+            self.instances.keys().copied().filter(|&instance| self.living(instance)).collect();
+        for instance in others {
+            self.notify(instance, Uuid::nil(), Notice::Wanted);
         }
     }
 

@@ -89,6 +89,8 @@ pub enum Event {
     Granted(Uuid),
     /// This waiter had to go for one of a higher class.
     Displaced(Uuid),
+    /// Somebody waits for slots of a set that instances may keep warm.
+    Wanted,
     /// The subscription works from now on.
     Subscribed,
     /// The subscription is down; grants are collected by heartbeats meanwhile.

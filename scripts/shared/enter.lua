@@ -2,7 +2,7 @@
 --
 -- KEYS: 1 fleet  2 instances  then the slots of each set, whose other keys are named after them; then the rates
 -- ARGV: 1 instance  2 epoch  3 gap ms  4 run id, presence ms and channel prefix  5 number of sets
---       then for each set: name, and its policy: keyed, shadow and fenced (0 | 1), recovery ms, slots, lease ms,
+--       then for each set: name, and its policy: keyed, shadow, fenced and warm (0 | 1), recovery ms, slots, lease ms,
 --       grant ttl ms, queue size and ageing ms, and behind a semicolon each: name, share and queue size of each class
 -- What belongs together is one text, since each argument costs the server as much as a look into a table.
 --

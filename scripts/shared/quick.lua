@@ -18,7 +18,7 @@ local function quick()
     newcomers = newcomers + 2 + ARGV[newcomers + 1]
   end
   local members, infos, place, at = {}, {}, 1, newcomers
-  if at <= #ARGV and recovery > 0 and now < recovery + string.match(policy, '^%d %d %d (%d+)') then return nil end
+  if at <= #ARGV and recovery > 0 and now < recovery + string.match(policy, '^%d %d %d %d (%d+)') then return nil end
   while at <= #ARGV do
     local class, route = string.match(ARGV[at], '^(%d+) %d 0 %d+;1 1;(.*)$')
     if not class then return nil end

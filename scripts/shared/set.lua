@@ -10,9 +10,9 @@ for i = 1, set_count do
   local policy, classes = string.match(ARGV[5 + 2 * i], '^([^;]*);(.*)$')
   for word in string.gmatch(policy, '%S+') do words[#words + 1] = word end
   local set = {
-    name = ARGV[4 + 2 * i], keyed = words[1] == '1', shadow = words[2] == '1', fenced = words[3] == '1', recovery = words[4],
-    claim = words[5] .. ' ' .. words[6], claimed = tonumber(words[5]),
-    grant_ttl = words[7], queue = tonumber(words[8]), ageing = words[9],
+    name = ARGV[4 + 2 * i], keyed = words[1] == '1', shadow = words[2] == '1', fenced = words[3] == '1', warm = words[4] == '1', recovery = words[5],
+    claim = words[6] .. ' ' .. words[7], claimed = tonumber(words[6]),
+    grant_ttl = words[8], queue = tonumber(words[9]), ageing = words[10],
     slots = slots, meta = slots .. ':meta', info = slots .. ':info',
     -- The classes that the caller knows, then those that it doesn't (see_others).
     classes = {}, live = tonumber(facts[3 + i] or '0'), till = 0,
@@ -148,6 +148,13 @@ local function notify(instance, id, notice)
     list[#list + 1] = id
   elseif redis.call('HGET', fleet, 'sub:' .. instance) == '1' then
     redis.pcall('PUBLISH', channel .. instance, notice .. id)
+  end
+end
+
+-- Tells every living instance that slots are wanted which it may keep warm; the caller hears in the reply.
+local function call_for_slots()
+  for _, instance in ipairs(redis.call('ZRANGE', instances, now - presence, '+inf', 'BYSCORE')) do
+    if instance ~= me then notify(instance, '', '+') end
   end
 end
 

@@ -21,10 +21,12 @@ mod answers;
 mod at_once;
 mod away;
 mod calls;
+mod warm;
 
 pub(super) use at_once::AtOnce;
 use away::Absence;
 pub use away::{Alone, WhenDown};
+use warm::Warm;
 
 /// How many requests, and how many releases, go into one call.
 const BATCH: usize = 128;
@@ -154,6 +156,7 @@ pub(super) struct Keeper {
     entries: FxHashMap<Uuid, Entry>,
     /// How many hold slots without an entry.
     unlisted: usize,
+    warm: Warm,
     /// Ids to ask for; an entry that moved on meanwhile is skipped.
     new: VecDeque<Uuid>,
     /// Ids to release.
@@ -264,6 +267,8 @@ enum Phase {
     Waiting,
     /// Every want is held and the lease was handed over.
     Held,
+    /// Every want is held, by nobody: kept for the next request.
+    Spare,
     /// To be released.
     Leaving,
     /// Released, not acknowledged.
@@ -333,6 +338,7 @@ impl Keeper {
             caller,
             entries: FxHashMap::default(),
             unlisted: 0,
+            warm: Warm::default(),
             new: VecDeque::new(),
             gone: VecDeque::new(),
             deadlines: BTreeSet::new(),
@@ -398,12 +404,14 @@ impl Keeper {
             Message::GiveBack { ask, taken } => self.on_give_back(ask, taken, now),
             Message::Event(Event::Granted(id)) => self.on_push(id, now),
             Message::Event(Event::Displaced(id)) => self.on_displaced(id, now),
+            Message::Event(Event::Wanted) => self.stir(now),
             Message::Event(event @ (Event::Subscribed | Event::Unsubscribed)) => {
                 self.subscribed = event == Event::Subscribed;
                 self.next_beat = now;
             }
             Message::Drain => self.drain(now),
             Message::Leave => {
+                self.cool(now);
                 if self.leaving == Leaving::No {
                     self.leaving = Leaving::Wanted;
                 }
@@ -458,7 +466,7 @@ impl Keeper {
     fn send_off(&mut self, id: Uuid) {
         let Some(entry) = self.entries.get_mut(&id) else { return };
         // An answer that is still missing may say that the id waits.
-        entry.queued |= entry.phase != Phase::Held;
+        entry.queued |= !matches!(entry.phase, Phase::Held | Phase::Spare);
         entry.phase = Phase::Leaving;
         entry.answer = None;
         if let Some(deadline) = entry.deadline.take() {
@@ -548,6 +556,7 @@ impl Keeper {
 
     fn drain(&mut self, now: Instant) {
         self.draining = true;
+        self.cool(now);
         let asking: Vec<Uuid> = self
             .entries
             .iter()
@@ -680,6 +689,7 @@ impl Keeper {
     /// The connection broke: every outcome that is missing is unknown, and asked for again.
     pub(super) fn disconnected(&mut self, failures: u32, now: Instant) {
         self.connected = false;
+        self.cool(now);
         self.orders.clear();
         self.give_up_after(failures, now);
         let mut asking = Vec::new();
@@ -695,7 +705,7 @@ impl Keeper {
                     entry.phase = Phase::Leaving;
                     self.gone.push_back(id);
                 }
-                Phase::New | Phase::Held | Phase::Leaving => {}
+                Phase::New | Phase::Held | Phase::Spare | Phase::Leaving => {}
             }
         }
         // In the order in which they came, so that they queue in that order again.

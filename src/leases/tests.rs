@@ -15,6 +15,7 @@ fn spec(slots: u32, queue: u32) -> Arc<SetSpec> {
         keyed: false,
         shadow: false,
         fenced: false,
+        warm: false,
         classes: Arc::from([ClassSpec { name: Arc::from("normal"), share: 1.0, queue: u32::MAX }]),
         limit: 0,
     })
@@ -170,5 +171,83 @@ async fn many_threads_never_pass_the_limit() {
     while let Some(done) = tasks.join_next().await {
         done.unwrap();
     }
+    assert_eq!(used(&store, &set).await, (0, 0));
+}
+
+// === slots kept warm ===
+
+fn warm(slots: u32) -> Arc<SetSpec> {
+    Arc::new(SetSpec { warm: true, ..(*spec(slots, 10)).clone() })
+}
+
+/// Another request of the same kind.
+fn another(ask: &Ask) -> Ask {
+    Ask { id: Uuid::now_v7(), ..ask.clone() }
+}
+
+/// Until every instance has seen the set as it is.
+async fn heartbeats(count: u32) {
+    tokio::time::sleep(count * Duration::from_secs(1) + Duration::from_millis(1)).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_slot_is_kept_for_the_next_request_of_its_kind_and_no_longer_than_needed() {
+    let (store, set) = (MemoryStore::new(), warm(4));
+    let leases = keeper(&store, &set);
+    let first = leases.acquire(ask(&set), None).await.unwrap();
+    heartbeats(1).await;
+    let kind = ask(&set);
+    let (holder, other) = (first.holder(), ask(&set));
+    drop(first);
+    // Of another route: it asks for a slot of its own.
+    let other = leases.acquire(other, None).await.unwrap();
+    assert_ne!(other.holder(), holder);
+    assert_eq!(used(&store, &set).await, (2, 0));
+    drop(other);
+
+    let lease = leases.acquire(another(&kind), None).await.unwrap();
+    let holder = lease.holder();
+    for _ in 0..10 {
+        drop(leases.acquire(another(&kind), None).await.unwrap());
+    }
+    drop(lease);
+    let lease = leases.acquire(another(&kind), None).await.unwrap();
+    assert_eq!(lease.holder(), holder);
+    drop(lease);
+    heartbeats(3).await;
+    assert_eq!(used(&store, &set).await, (0, 0));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_slot_that_is_kept_goes_to_whoever_waits_at_once() {
+    let (store, set) = (MemoryStore::new(), warm(4));
+    let (here, there) = (keeper(&store, &set), keeper(&store, &set));
+    heartbeats(1).await;
+    drop(here.acquire(ask(&set), None).await.unwrap());
+    assert_eq!(used(&store, &set).await, (1, 0));
+    let mut held = Vec::new();
+    let start = Instant::now();
+    for _ in 0..4 {
+        held.push(there.acquire(ask(&set), None).await.unwrap());
+    }
+    assert_eq!(start.elapsed(), Duration::ZERO);
+    assert_eq!(used(&store, &set).await, (4, 0));
+    // Nobody keeps anything while it is that full.
+    drop(held.pop());
+    assert_eq!(used(&store, &set).await, (3, 0));
+}
+
+#[tokio::test(start_paused = true)]
+async fn who_leaves_keeps_nothing() {
+    let (store, set) = (MemoryStore::new(), warm(4));
+    let leases = keeper(&store, &set);
+    heartbeats(1).await;
+    let lease = leases.acquire(ask(&set), None).await.unwrap();
+    drop(leases.acquire(ask(&set), None).await.unwrap());
+    assert_eq!(used(&store, &set).await, (2, 0));
+    leases.drain();
+    assert_eq!(used(&store, &set).await, (1, 0));
+    drop(lease);
+    leases.leave(Duration::from_secs(1)).await;
     assert_eq!(used(&store, &set).await, (0, 0));
 }

@@ -347,7 +347,7 @@ impl Set {
             return self.take_by_turn(context, spec, acquire, weight, room);
         }
         if room || self.displace_for(context, spec, acquire) {
-            self.enqueue(context, acquire, weight);
+            self.enqueue(context, spec, acquire, weight);
             return Take::Waiting { queue: self.line(class) };
         }
         Take::Shed(self.no_room(context, spec, acquire))
@@ -443,7 +443,7 @@ impl Set {
         room: bool,
     ) -> Take {
         let (id, class) = (acquire.ask.id, acquire.ask.class);
-        self.enqueue(context, acquire, weight);
+        self.enqueue(context, spec, acquire, weight);
         self.grant(context, spec);
         if self.slots.contains_key(&id) {
             context.tell_by_outcome(id);
@@ -456,7 +456,16 @@ impl Set {
         Take::Shed(self.no_room(context, spec, acquire))
     }
 
-    fn enqueue(&mut self, context: &Context<'_>, acquire: &Acquire, weight: u32) {
+    fn enqueue(
+        &mut self,
+        context: &mut Context<'_>,
+        spec: &SetSpec,
+        acquire: &Acquire,
+        weight: u32,
+    ) {
+        if spec.warm && self.meta.waiting == 0 {
+            context.call_for_slots();
+        }
         // Above every standing ticket, also where the counter was lost: order survives.
         let standing =
             || self.wait.iter().filter_map(|queue| queue.keys().next_back()).max().copied();

@@ -27,6 +27,8 @@ pub struct SetSpec {
     pub shadow: bool,
     /// Whether each grant brings a number that is higher than all before.
     pub fenced: bool,
+    /// Whether instances may keep slots for a moment that they don't need: they are told when somebody waits.
+    pub warm: bool,
     /// The classes, highest first.
     pub classes: Arc<[ClassSpec]>,
     /// Which limit of the configuration this is; the store doesn't look at it.
@@ -262,6 +264,8 @@ pub enum Notice {
     Granted,
     /// A waiter of its own had to go, for one of a higher class.
     Displaced,
+    /// Somebody waits for slots that it may be keeping; no waiter in particular.
+    Wanted,
 }
 
 /// The answer to acquires.

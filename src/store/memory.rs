@@ -76,6 +76,7 @@ impl MemoryStore {
                 push(match notice {
                     Notice::Granted => Event::Granted(id),
                     Notice::Displaced => Event::Displaced(id),
+                    Notice::Wanted => Event::Wanted,
                 });
             }
         }

@@ -190,6 +190,7 @@ fn policy(set: &SetSpec) -> Text {
     text.number(set.keyed.into());
     text.number(set.shadow.into());
     text.number(set.fenced.into());
+    text.number(set.warm.into());
     text.number(set.recovery);
     text.number(set.slots.into());
     text.number(set.lease);

@@ -43,6 +43,25 @@ async fn three_instances_hold_one_limit() {
     assert!(calls <= bound, "{calls} script calls, more than {bound}");
 }
 
+#[tokio::test]
+async fn slots_that_are_kept_warm_cost_no_calls_and_are_there_for_others() {
+    let (upstream, redis) = (Upstream::spawn().await, Redis::spawn().await);
+    let conf = one_limit(&upstream, 64).redis(&redis);
+    let (a, b) = tokio::join!(Proxy::spawn(&conf), Proxy::spawn(&conf));
+    load(&[&a], 4, 5, "/hold?ms=0").await;
+    let before = redis.script_calls().await;
+
+    load(&[&a], 4, 500, "/hold?ms=0").await;
+
+    let calls = redis.script_calls().await - before;
+    assert!(calls < 1_000, "{calls} script calls for 2,000 requests with 60 slots to spare");
+    // Both want all at once: what one keeps is the other's as soon as that waits.
+    load(&[&a, &b], 300, 4, "/hold?ms=5").await;
+    assert_eq!(upstream.highest(), 64);
+    assert_eq!(upstream.total(), 20 + 2_000 + 1_200);
+    redis.wait_in_use("llm", 0).await;
+}
+
 /// So many clients, spread over the instances, each sending so many requests one after the other. All must be served.
 async fn load(proxies: &[&Proxy], clients: usize, requests: usize, path: &'static str) {
     let mut tasks = JoinSet::new();

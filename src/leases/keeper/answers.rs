@@ -83,6 +83,7 @@ impl Keeper {
                 now.checked_sub(Duration::from_millis((stamp.now - store_ms) as u64)).unwrap_or(now)
             }
         };
+        self.cool(now);
         self.recovery.start = stamp.recovery;
         self.recovery.began = at(stamp.recovery);
         self.recovery.ends = self
@@ -123,8 +124,14 @@ impl Keeper {
                 let shadow = self.refused(&acquire.ask, by, why);
                 self.hand_over(id, sent, now, Some(shadow));
             }
-            Acquired::Waiting { at, queue } => self.keep_waiting(id, at as usize, queue, sent, now),
+            Acquired::Waiting { at, queue } => {
+                self.stir(now);
+                self.keep_waiting(id, at as usize, queue, sent, now);
+            }
             Acquired::Shed { by, why } => {
+                if matches!(why, Shed::Full { .. }) {
+                    self.stir(now);
+                }
                 let refused = self.refused(&acquire.ask, by, why);
                 self.turn_down(id, refused);
             }
@@ -276,6 +283,7 @@ impl Keeper {
         self.meet(&reply, sent, now);
         self.on_granted(&reply.granted, sent, now);
         self.see(heartbeat, &reply.sets, now);
+        self.calm_down(sent, now);
         self.heard = true;
         self.find_lost_waiters(heartbeat, &reply.sets, reply.pending.len());
         for id in reply.pending {

@@ -75,9 +75,15 @@ impl Keeper {
 
     /// The same when the keeper was busy: it goes the way of all others.
     pub(super) fn on_give_back(&mut self, ask: Ask, taken: Instant, now: Instant) {
-        let Release { ask, .. } = self.give_back_at_once(ask, taken, now);
+        self.count_hold(&ask.wants, now.duration_since(taken));
+        self.return_unlisted(ask, now);
+    }
+
+    /// What has no entry gets one, to be released.
+    pub(super) fn return_unlisted(&mut self, ask: Ask, now: Instant) {
+        self.unlisted -= 1;
         let id = ask.id;
-        let entry = Entry { admitted: true, ..Entry::new(ask, Phase::Leaving, taken, now) };
+        let entry = Entry { admitted: true, ..Entry::new(ask, Phase::Leaving, now, now) };
         self.entries.insert(id, entry);
         self.gone.push_back(id);
     }

@@ -187,6 +187,7 @@ impl Keeper {
     /// time is up.
     pub(in crate::leases) fn turn_away(&mut self, now: Instant) {
         self.connected = false;
+        self.cool(now);
         let entries = &self.entries;
         self.new.retain(|id| entries.get(id).is_some_and(|entry| entry.phase == Phase::New));
         if self.is_absent(now) {

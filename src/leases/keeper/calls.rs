@@ -65,6 +65,7 @@ impl Keeper {
         let pace = if self.subscribed { 1 } else { 4 };
         self.next_beat = now + self.settings.heartbeat / pace;
         self.reasserting = false;
+        self.cool_idle(now);
         let mut beats = Beats::of_limits(&self.settings.limits, &mut self.limits);
         let mut renewals = 0;
         for entry in self.entries.values_mut() {

@@ -60,8 +60,11 @@ async fn listen(
     }
 }
 
-/// An id that was granted a slot, or, behind a minus, one that had to go.
+/// An id that was granted a slot, or, behind a minus, one that had to go, or a plus: slots are wanted.
 fn read(payload: &[u8]) -> Option<Event> {
+    if payload == b"+" {
+        return Some(Event::Wanted);
+    }
     let (event, id): (fn(Uuid) -> Event, _) = match payload.strip_prefix(b"-") {
         Some(id) => (Event::Displaced, id),
         None => (Event::Granted, payload),

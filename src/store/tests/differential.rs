@@ -55,6 +55,7 @@ async fn scripts_and_ledger_agree_on_random_operations() {
         "Readded",
         "Stale",
         "one turn",
+        "wanted",
         "pushed",
         "granted",
         "pending",
@@ -234,6 +235,9 @@ impl Pair {
         if !pushed.is_empty() {
             self.count("pushed");
         }
+        if pushed.iter().any(|push| push.2 == Notice::Wanted) {
+            self.count("wanted");
+        }
         self.pushed.extend(pushed);
     }
 
@@ -322,6 +326,7 @@ impl Pair {
             keyed: false,
             shadow: set == 1 && self.shadow,
             fenced: set == 2,
+            warm: set == 1,
             classes: Arc::clone(&self.classes[who]),
             limit: set,
         })
@@ -662,6 +667,7 @@ async fn listen(store: &RedisStore, id: Uuid, heard: &Heard) {
     let push = move |event| match event {
         Event::Granted(granted) => heard.lock().unwrap().push((id, granted, Notice::Granted)),
         Event::Displaced(gone) => heard.lock().unwrap().push((id, gone, Notice::Displaced)),
+        Event::Wanted => heard.lock().unwrap().push((id, Uuid::nil(), Notice::Wanted)),
         Event::Subscribed => _ = subscribed.send(()),
         Event::Unsubscribed => panic!("the subscription broke"),
     };

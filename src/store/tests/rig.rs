@@ -236,6 +236,7 @@ pub(super) fn set(slots: u32) -> SetSpec {
         keyed: false,
         shadow: false,
         fenced: false,
+        warm: false,
         classes: classes(),
         limit: 0,
     }

@@ -18,6 +18,7 @@ fn set(limit: usize, slots: u32) -> SetSpec {
         keyed: false,
         shadow: false,
         fenced: false,
+        warm: false,
         classes: [("high", 1.0), ("low", 0.5)]
             .map(|(name, share)| ClassSpec { name: name.into(), share, queue: 10 })
             .into(),
