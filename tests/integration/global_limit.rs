@@ -56,7 +56,7 @@ async fn slots_that_are_kept_warm_cost_no_calls_and_are_there_for_others() {
     let calls = redis.script_calls().await - before;
     assert!(calls < 1_000, "{calls} script calls for 2,000 requests with 60 slots to spare");
     // Both want all at once: what one keeps is the other's as soon as that waits.
-    load(&[&a, &b], 300, 4, "/hold?ms=5").await;
+    load(&[&a, &b], 300, 4, "/hold?ms=50").await;
     assert_eq!(upstream.highest(), 64);
     assert_eq!(upstream.total(), 20 + 2_000 + 1_200);
     redis.wait_in_use("llm", 0).await;
