@@ -92,8 +92,51 @@ pub(crate) async fn section(run: &mut Run) -> Result<()> {
         }
     }
     eprintln!();
-    drop((started, redis));
+    drop(started);
     show(run, &samples, disturbance.percent());
+    three_instances(run, redis.port).await
+}
+
+/// Three instances, one limit of six, far more clients than that.
+async fn three_instances(run: &mut Run, redis: u16) -> Result<()> {
+    const SLOTS: usize = 6;
+    const CLIENTS: usize = 200;
+    let upstream = crate::upstream::HoldUpstream::start()?;
+    let setup = Setup {
+        cpus: Cpus::Any,
+        slots: SLOTS,
+        haproxy_threads: 1,
+        haproxy_queue: false,
+        upstream: upstream.addr.port(),
+        redis,
+    };
+    let mut procs = Vec::new();
+    for number in 3..6 {
+        procs.push(Candidate::Redis.start(&setup, number).await?);
+    }
+    let addrs: Vec<_> =
+        procs.iter().map(|proc| SocketAddr::from((Ipv4Addr::LOCALHOST, proc.port))).collect();
+    let mut rows = Vec::new();
+    for hold in [HOLD, 10 * HOLD] {
+        let ideal = SLOTS as f64 / hold.as_secs_f64();
+        let mut shares = Vec::new();
+        for _ in 0..run.rounds {
+            let length = Duration::from_millis(run.seconds * 2500);
+            let warm_up = Duration::from_millis(500);
+            let (_, took) = closed_loop(&addrs, CLIENTS, hold, warm_up, length).await?;
+            shares.push(took.len() as f64 / length.as_secs_f64() / ideal);
+        }
+        let share = median(shares.iter().copied());
+        let row = [format!("{} ms", hold.as_millis()), figure(share), upstream.most().to_string()];
+        rows.push(row.to_vec());
+        let name = format!("three instances, {} ms holds: share of N / hold", hold.as_millis());
+        run.mark(name, share, Bound::AtLeast(0.9));
+    }
+    if upstream.most() > SLOTS as u64 {
+        run.failures.push(format!("three instances: the upstream held {}", upstream.most()));
+    }
+    run.report.heading("Three instances on one Redis, 6 slots, 200 clients");
+    run.report.table(&["holds", "share of N / hold", "most at the upstream"], &rows);
     Ok(())
 }
 
