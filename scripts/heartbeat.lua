@@ -49,6 +49,21 @@ local function drop_waiters(set, waiters, instance)
   redis.call('HSET', set.meta, 'waiting', set.waiting)
 end
 
+-- After the slots were lowered: waiters that will never fit ask again, and are told so.
+local function drop_too_heavy(set)
+  set.lowered = false
+  for class = 1, #set.classes do
+    local limit = cap(set, class)
+    for _, id in ipairs(redis.call('ZRANGE', set.classes[class].queue, 0, -1)) do
+      local info = info_of(set, id)
+      if info and info.weight > limit then
+        dequeue(set, id, class)
+        notify(info.instance, id, '')
+      end
+    end
+  end
+end
+
 -- After a recovery: members from the future are left over from a clock that went back.
 local function sweep(set)
   if recovering(set) or tonumber(redis.call('HGET', set.meta, 'swept') or '0') == recovery then return end

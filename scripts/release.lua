@@ -33,3 +33,13 @@ if groups > 0 then
   for _, set in ipairs(sets) do grant(set) end
   handed_on, fences_handed_on, granted, fences = granted, fences, {}, {}
 end
+
+-- Most calls that hand slots on bring no newcomers. What only those need isn't even defined then.
+if arg > #ARGV then
+  local rest = {}
+  add_grants(rest, handed_on, fences_handed_on)
+  add_list(rest, released)
+  add_grants(rest, {}, {})
+  add_list(rest, {})
+  return conclude(rest)
+end

@@ -241,21 +241,6 @@ local function dequeue(set, id, class)
   return true
 end
 
--- After the slots were lowered: waiters that will never fit ask again, and are told so.
-local function drop_too_heavy(set)
-  set.lowered = false
-  for class = 1, #set.classes do
-    local limit = cap(set, class)
-    for _, id in ipairs(redis.call('ZRANGE', set.classes[class].queue, 0, -1)) do
-      local info = info_of(set, id)
-      if info and info.weight > limit then
-        dequeue(set, id, class)
-        notify(info.instance, id, '')
-      end
-    end
-  end
-end
-
 -- Returns 0 released, 1 dequeued, 2 unknown.
 local function give_back(set, id, class, weight, queued)
   if queued then redis.call('HDEL', set.meta, 'pending:' .. id) end
