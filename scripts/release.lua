@@ -7,6 +7,7 @@
 -- ARGV then: number of groups of ids that are alike, and for each group: what they are, how many, and the ids. What they
 --       are: class (from 1), queued (0 | 1), index in KEYS of each rate to refund; behind a semicolon set (from 1) and
 --       weight of each want
+-- Returns: nothing where newcomers follow; else as acquire.lua, with empty lists of what that says
 -- Leaves behind: released (a code for each id: 0 released, 1 dequeued, 2 unknown), handed_on and fences_handed_on (granted by it), arg
 
 for _, set in ipairs(sets) do open(set, meta, used) end

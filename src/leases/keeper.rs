@@ -21,11 +21,13 @@ mod answers;
 mod at_once;
 mod away;
 mod calls;
+mod entry;
 mod warm;
 
 pub(super) use at_once::AtOnce;
 use away::Absence;
 pub use away::{Alone, WhenDown};
+use entry::{Entry, Phase};
 use warm::Warm;
 
 /// How many requests, and how many releases, go into one call.
@@ -221,83 +223,6 @@ enum Leaving {
     Wanted,
     Said,
     Done,
-}
-
-#[derive(Debug)]
-struct Entry {
-    ask: Ask,
-    phase: Phase,
-    answer: Option<oneshot::Sender<Result<Lease, Refused>>>,
-    asked: Instant,
-    /// The store may know the id already.
-    again: bool,
-    /// The id may be in a queue or hold an unconfirmed grant.
-    queued: bool,
-    /// A push came before the store's answer did.
-    pushed: bool,
-    /// How many of the wants are held.
-    held: usize,
-    /// When the last operation was sent that confirmed the lease.
-    confirmed: Instant,
-    /// When the last renewal was sent.
-    renewed: Instant,
-    taken: Instant,
-    /// The number of its latest grant, where a set has such.
-    fence: Option<u64>,
-    /// The slots were handed over once.
-    admitted: bool,
-    /// Admitted while the store was out of reach, which has never counted it.
-    uncounted: bool,
-    /// Its release was written to a connection.
-    said: bool,
-    /// Where it is to be cut before its lease is over.
-    guard: Option<Guard>,
-    /// When the client gives up by itself.
-    patience: Option<Instant>,
-    deadline: Option<Instant>,
-}
-
-#[derive(Debug, PartialEq, Eq, Clone, Copy)]
-enum Phase {
-    /// To be asked for.
-    New,
-    /// Asked for, not answered.
-    Asked,
-    /// In a queue of the store.
-    Waiting,
-    /// Every want is held and the lease was handed over.
-    Held,
-    /// Every want is held, by nobody: kept for the next request.
-    Spare,
-    /// To be released.
-    Leaving,
-    /// Released, not acknowledged.
-    Releasing,
-}
-
-impl Entry {
-    fn new(ask: Ask, phase: Phase, asked: Instant, now: Instant) -> Self {
-        Self {
-            ask,
-            phase,
-            answer: None,
-            asked,
-            again: false,
-            queued: false,
-            pushed: false,
-            held: 0,
-            confirmed: now,
-            renewed: now,
-            taken: now,
-            fence: None,
-            admitted: false,
-            uncounted: false,
-            said: false,
-            guard: None,
-            patience: None,
-            deadline: None,
-        }
-    }
 }
 
 impl Answer {
