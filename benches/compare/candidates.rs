@@ -29,6 +29,8 @@ pub(crate) enum Candidate {
 pub(crate) struct Setup {
     pub(crate) cpus: Cpus,
     pub(crate) slots: usize,
+    /// How many may wait, for Tidegate.
+    pub(crate) queue: usize,
     /// Worker threads of HAProxy. The others are started as often as they need threads.
     pub(crate) haproxy_threads: usize,
     /// HAProxy's own queue.
@@ -75,6 +77,7 @@ impl Candidate {
         let threads = setup.haproxy_threads.to_string();
         let (listen, admin, slots) =
             (port.to_string(), free_port()?.to_string(), setup.slots.to_string());
+        let queue = setup.queue.to_string();
         let (upstream, redis) = (setup.upstream.to_string(), setup.redis.to_string());
         let store = if self == Self::Redis {
             format!("redis://127.0.0.1:{redis}")
@@ -87,6 +90,7 @@ impl Candidate {
             ("UPSTREAM", &upstream),
             ("REDIS", &redis),
             ("SLOTS", &slots),
+            ("QUEUE", &queue),
             ("STORE", &store),
             ("THREADS", &threads),
             ("LIMIT", if setup.haproxy_queue { "maxconn 10" } else { "" }),

@@ -52,6 +52,7 @@ pub(crate) async fn section(run: &mut Run) -> Result<()> {
         let setup = Setup {
             cpus: Cpus::Any,
             slots: SLOTS,
+            queue: 100_000,
             haproxy_threads: 2,
             haproxy_queue: true,
             upstream: upstream.addr.port(),
@@ -105,6 +106,7 @@ async fn three_instances(run: &mut Run, redis: u16) -> Result<()> {
     let setup = Setup {
         cpus: Cpus::Any,
         slots: SLOTS,
+        queue: 100_000,
         haproxy_threads: 1,
         haproxy_queue: false,
         upstream: upstream.addr.port(),

@@ -99,6 +99,24 @@ impl Connection {
         Ok(self.stream.write_all(request.as_bytes()).await?)
     }
 
+    /// Asks while everything is full; returns the `Retry-After` that it is refused with.
+    pub(crate) async fn refused(&mut self) -> Result<u64> {
+        self.send(Duration::ZERO).await?;
+        let error = match timeout(PATIENCE, self.answer()).await? {
+            Ok(()) => return Err("admitted although everything was full".into()),
+            Err(error) => error,
+        };
+        let head = String::from_utf8_lossy(&self.buffer).to_ascii_lowercase();
+        let field =
+            |name: &str| head.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'));
+        match (head.starts_with("http/1.1 503 "), field("tidegate-reason"), field("retry-after")) {
+            (true, Some(reason), Some(after)) if reason.trim() == "queue_full" => {
+                Ok(after.trim().parse()?)
+            }
+            _ => Err(error),
+        }
+    }
+
     /// Asks for a hold and reads the whole answer. Anything but a 200 with a Content-Length is an error.
     pub(crate) async fn get(&mut self, hold: Duration) -> Result<()> {
         self.send(hold).await?;
@@ -137,11 +155,11 @@ impl Connection {
 /// Latencies from 10 us to 2 minutes.
 pub(crate) type Latencies = Histogram<u64>;
 
-fn latencies() -> Result<Latencies> {
+pub(crate) fn latencies() -> Result<Latencies> {
     Ok(Histogram::new_with_bounds(10, 120_000_000, 3)?)
 }
 
-fn micros(duration: Duration) -> u64 {
+pub(crate) fn micros(duration: Duration) -> u64 {
     u64::try_from(duration.as_micros()).unwrap_or(u64::MAX)
 }
 

@@ -1,7 +1,7 @@
 //! Tidegate beside HAProxy, nginx and nginx with a semaphore in Lua: `make bench`.
 //!
-//! Three sections, each of which starts its own processes: throughput (what a proxy and a limit cost),
-//! hand-over (what waiting costs), memory (what a waiter costs). Rounds are interleaved: every candidate is
+//! Four sections, each of which starts its own processes: throughput (what a proxy and a limit cost),
+//! hand-over (what waiting costs), memory (what a waiter costs), refusal (what a storm costs). Rounds are interleaved: every candidate is
 //! measured once in each, so a ratio compares neighbours in time, and the median of the rounds is shown.
 //!
 //! **Pinning.** Each candidate has CPU 0 to itself, with one worker thread; wrk, the upstream and Redis
@@ -11,7 +11,7 @@
 //! pinned there.
 //!
 //! Environment: `BENCH_ROUNDS` (3), `BENCH_SECONDS` (2, of each wrk run; the hand-over's loads last 2.5 times
-//! as long), `BENCH_ONLY` (`throughput`, `handover` or `memory`).
+//! as long), `BENCH_ONLY` (`throughput`, `handover`, `memory` or `refusal`).
 
 use std::{env, process::ExitCode};
 
@@ -24,6 +24,7 @@ mod children;
 mod handover;
 mod load;
 mod memory;
+mod refusal;
 mod report;
 mod throughput;
 mod upstream;
@@ -139,6 +140,9 @@ async fn compare() -> Result<bool> {
     }
     if wanted("memory") {
         memory::section(&mut run).await?;
+    }
+    if wanted("refusal") {
+        refusal::section(&mut run).await?;
     }
     run.show_marks();
     let others = disturbance.percent();

@@ -79,6 +79,7 @@ async fn measure(candidate: Candidate) -> Result<Waiters> {
     let setup = Setup {
         cpus: Cpus::Any,
         slots: SLOTS,
+        queue: 100_000,
         haproxy_threads: 1,
         haproxy_queue: true,
         upstream: upstream.addr.port(),

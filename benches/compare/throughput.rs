@@ -40,6 +40,7 @@ pub(crate) async fn section(run: &mut Run) -> Result<()> {
     let setup = Setup {
         cpus: Cpus::Proxy,
         slots: 1000,
+        queue: 100_000,
         haproxy_threads: 1,
         haproxy_queue: false,
         upstream: upstream.port,
