@@ -440,6 +440,10 @@ impl Handler for Proxy {
     ) -> Response<ResponseBody> {
         self.answer(request, conn).await
     }
+
+    fn unreadable(&self, status: StatusCode) -> Response<Bytes> {
+        Reply::unreadable(status).compose(Duration::ZERO)
+    }
 }
 
 /// From here on the body owns the slot.

@@ -31,7 +31,9 @@ pub enum Reason {
     MethodNotAllowed,
     /// The request isn't one that can be forwarded safely.
     BadRequest,
-    /// The client took too long to send the request body.
+    /// The head of the request is longer than heads may be.
+    HeadTooLarge,
+    /// The client took too long to send the request body, or to take the answer.
     ClientTimeout,
     /// The upstream couldn't be connected to.
     UpstreamConnect,
@@ -53,6 +55,7 @@ impl Reason {
         Reason::Draining,
         Reason::ProcessFull,
         Reason::BadRequest,
+        Reason::HeadTooLarge,
         Reason::NoRoute,
         Reason::MethodNotAllowed,
         Reason::TooHeavy,
@@ -88,6 +91,7 @@ impl Reason {
             Reason::NoRoute => "no_route",
             Reason::MethodNotAllowed => "method_not_allowed",
             Reason::BadRequest => "bad_request",
+            Reason::HeadTooLarge => "head_too_large",
             Reason::ClientTimeout => "client_timeout",
             Reason::UpstreamConnect => "upstream_connect",
             Reason::UpstreamTimeout => "upstream_timeout",
@@ -139,6 +143,9 @@ impl Reason {
             }
             Reason::BadRequest => {
                 (StatusCode::BAD_REQUEST, "the request can't be forwarded safely")
+            }
+            Reason::HeadTooLarge => {
+                (StatusCode::REQUEST_HEADER_FIELDS_TOO_LARGE, "the head of the request is too long")
             }
             Reason::ClientTimeout => {
                 (StatusCode::REQUEST_TIMEOUT, "the request body came too slowly")

@@ -50,6 +50,15 @@ impl Reply {
         Self { allow: Some(allow), ..Reason::MethodNotAllowed.into() }
     }
 
+    /// To a head that can't be read.
+    pub(crate) fn unreadable(status: StatusCode) -> Self {
+        let reason = match status {
+            StatusCode::BAD_REQUEST => Reason::BadRequest,
+            _ => Reason::HeadTooLarge,
+        };
+        Self { status: Some(status), ..reason.into() }
+    }
+
     /// What is answered.
     pub(crate) fn reason(&self) -> Reason {
         self.reason
@@ -69,13 +78,21 @@ impl Reply {
 
     /// The answer, without its body for `HEAD`.
     pub(crate) fn respond(self, is_head: bool, queue: Duration) -> Response<ResponseBody> {
+        let mut response = self.compose(queue).map(|body| {
+            let body = if is_head { Bytes::new() } else { body };
+            ResponseBody::whole(body)
+        });
+        response.extensions_mut().insert(Refused);
+        response
+    }
+
+    /// The answer with its body.
+    pub(crate) fn compose(self, queue: Duration) -> Response<Bytes> {
         let (usual, detail) = self.reason.answer();
         let status = self.status.unwrap_or(usual);
         let (content_type, body) = speak(self.dialect, self.reason, status, detail);
-        let mut response =
-            Response::new(ResponseBody::whole(if is_head { Bytes::new() } else { body }));
+        let mut response = Response::new(body);
         *response.status_mut() = status;
-        response.extensions_mut().insert(Refused);
         let head = response.headers_mut();
         head.insert(TIDEGATE_REASON, HeaderValue::from_static(self.reason.as_str()));
         head.insert(CONTENT_TYPE, HeaderValue::from_static(content_type));
@@ -176,6 +193,7 @@ fn advice(reason: Reason) -> Advice {
         | Reason::NoRoute
         | Reason::MethodNotAllowed
         | Reason::BadRequest
+        | Reason::HeadTooLarge
         | Reason::ClientTimeout => Advice::Never,
         Reason::UpstreamConnect
         | Reason::UpstreamTimeout

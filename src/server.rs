@@ -8,7 +8,7 @@
 use std::{future::Future, sync::Arc};
 
 use bytes::Bytes;
-use http::{Request, Response};
+use http::{Request, Response, StatusCode};
 use http_body::Body;
 use tokio::net::TcpListener;
 
@@ -19,6 +19,8 @@ mod body;
 mod client;
 mod connection;
 mod detect;
+mod framing;
+mod front;
 mod hangup;
 mod io;
 mod watchdog;
@@ -44,6 +46,9 @@ pub trait Handler: Send + Sync + 'static {
         request: Request<RequestBody>,
         conn: &Arc<ClientConn>,
     ) -> impl Future<Output = Response<Self::Body>> + Send;
+
+    /// The answer to a head that can't be read: of this status, which is 400, 414 or 431.
+    fn unreadable(&self, status: StatusCode) -> Response<Bytes>;
 }
 
 /// Marks a response, as an extension, as final whatever the request body still holds.

@@ -18,7 +18,7 @@ use hyper::body::Incoming;
 use super::{body::BodyWatch, watchdog::Window};
 
 /// How much of a body nobody wants is read so that the client sees the answer.
-const REST: usize = 32 * 1024 * 1024;
+pub(super) const REST: usize = 32 * 1024 * 1024;
 
 /// What a handler may know about the connection a request came on.
 #[derive(Debug)]
@@ -42,8 +42,10 @@ pub(super) struct Traffic {
     pub(super) written: AtomicU64,
     /// The socket takes no more bytes although some are pending.
     pub(super) write_blocked: AtomicBool,
-    /// Bytes came while no request was in flight, and no handler was called since.
-    pub(super) head_started: AtomicBool,
+    /// A head of HTTP/1 has begun and not ended.
+    pub(super) in_head: AtomicBool,
+    /// The first request, from 1, that named two lengths of its body; 0 if none did.
+    pub(super) doubtful: AtomicU64,
 }
 
 /// The request bodies that were not read to their end yet.
@@ -114,10 +116,15 @@ impl ClientConn {
     }
 
     pub(super) fn begin(self: &Arc<Self>) -> InFlight {
-        self.traffic.head_started.store(false, Relaxed);
         self.requests.store(self.requests.load(Relaxed) + 1, Relaxed);
         self.in_flight.fetch_add(1, AcqRel);
         InFlight(Arc::clone(self))
+    }
+
+    /// Whether the request that began last named two lengths of its body.
+    pub(super) fn is_doubtful(&self) -> bool {
+        let number = self.traffic.doubtful.load(Relaxed);
+        number != 0 && number == self.requests()
     }
 
     pub(super) fn tell(&self, command: Command) {

@@ -3,13 +3,17 @@
 use std::{
     convert::Infallible,
     future::{Future, poll_fn},
+    io::ErrorKind,
     pin::{Pin, pin},
     sync::Arc,
     task::{Context, Poll, Waker},
     time::Duration,
 };
 
-use http::{HeaderValue, Request, Response, Version, header::CONNECTION};
+use http::{
+    HeaderValue, Request, Response, Version,
+    header::{CONNECTION, CONTENT_LENGTH},
+};
 use hyper::{
     body::Incoming,
     server::conn::{http1, http2},
@@ -24,11 +28,12 @@ use tokio::{net::TcpStream, time};
 use super::{
     Handler, Refused,
     body::{BodyWatch, RequestBody, ResponseBody},
-    client::{ClientConn, Command, InFlight},
+    client::{ClientConn, Command, InFlight, REST},
     detect::{Protocol, detect},
+    front::{Front, Words},
     hangup,
     io::{Metered, Socket},
-    watchdog::{Limits, Verdict, Watchdog},
+    watchdog::{Limits, REST_TIME, Verdict, Watchdog},
 };
 use crate::config;
 
@@ -43,6 +48,7 @@ const PING: Duration = Duration::from_secs(20);
 /// What all connections have in common.
 pub(super) struct Server<H> {
     handler: Arc<H>,
+    words: Words,
     limits: Limits,
     http1: http1::Builder,
     http2: http2::Builder<TokioExecutor>,
@@ -67,13 +73,17 @@ impl<H: Handler> Server<H> {
             .max_header_list_size(BUFFER as u32)
             .keep_alive_interval(PING)
             .keep_alive_timeout(PING);
-        Self { handler, limits: Limits::new(settings), http1, http2 }
+        let words: Words = {
+            let handler = Arc::clone(&handler);
+            Arc::new(move |status| handler.unreadable(status))
+        };
+        Self { handler, words, limits: Limits::new(settings), http1, http2 }
     }
 
     /// Serves one client until it leaves or is told to.
     pub(super) async fn connection(&self, stream: TcpStream, client: Arc<ClientConn>) {
         let stream = Arc::new(stream);
-        let mut socket = Socket(Arc::clone(&stream));
+        let mut socket = Metered::new(Socket(Arc::clone(&stream)), Arc::clone(&client));
 
         let detected = obeying(&client, detect(&mut socket));
         let Ok(Some(Some((protocol, prefix)))) = time::timeout(self.limits.header, detected).await
@@ -82,16 +92,17 @@ impl<H: Handler> Server<H> {
         };
 
         let watchdog = Watchdog::new(self.limits, prefix.since);
-        let one_at_a_time = protocol == Protocol::Http1;
-        let io = Metered::new(socket, prefix, Arc::clone(&client), one_at_a_time);
-        let io = TokioIo::new(io);
+        let words = (protocol == Protocol::Http1).then(|| Arc::clone(&self.words));
+        let io = TokioIo::new(Front::new(socket, prefix, Arc::clone(&client), words));
         let serving =
             Arc::new(Serving { handler: Arc::clone(&self.handler), client: Arc::clone(&client) });
         let service = service_fn(move |request| Arc::clone(&serving).call(request));
         match protocol {
             Protocol::Http1 => {
                 let conn = self.http1.serve_connection(io, service);
-                drive(conn, &stream, &client, watchdog).await;
+                if drive(conn, &stream, &client, watchdog).await == Ended::Unreadable {
+                    let _ = time::timeout(REST_TIME, read_away(&stream)).await;
+                }
             }
             Protocol::Http2 => {
                 let conn = self.http2.serve_connection(io, service);
@@ -114,9 +125,32 @@ async fn obeying<F: Future>(client: &ClientConn, future: F) -> Option<F::Output>
     .await
 }
 
+/// Reads what comes behind a head that couldn't be read, or the close would be a reset and take our
+/// answer with it.
+async fn read_away(stream: &TcpStream) {
+    let mut bytes = [0; 4096];
+    let mut left = REST;
+    while left > 0 && stream.readable().await.is_ok() {
+        match stream.try_read(&mut bytes) {
+            Ok(0) => return,
+            Ok(size) => left = left.saturating_sub(size),
+            Err(error) if error.kind() == ErrorKind::WouldBlock => {}
+            Err(_) => return,
+        }
+    }
+}
+
+/// How hyper's part of a connection ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Ended {
+    /// A head couldn't be read, and was answered.
+    Unreadable,
+    Otherwise,
+}
+
 /// Polls the connection and everything beside it in one task. Dropping the connection drops its
 /// handlers and bodies.
-async fn drive<C>(conn: C, stream: &TcpStream, client: &ClientConn, watchdog: Watchdog)
+async fn drive<C>(conn: C, stream: &TcpStream, client: &ClientConn, watchdog: Watchdog) -> Ended
 where
     C: GracefulConnection<Error = hyper::Error>,
 {
@@ -128,22 +162,22 @@ where
         client.waker.register(cx.waker());
         if gone.as_mut().poll(cx).is_ready() {
             tracing::debug!(peer = %client.peer, "the client left");
-            return Poll::Ready(());
+            return Poll::Ready(Ended::Otherwise);
         }
-        if poll_conn(conn.as_mut(), cx, client).is_ready() {
-            return Poll::Ready(());
+        if let Poll::Ready(ended) = poll_conn(conn.as_mut(), cx, client) {
+            return Poll::Ready(ended);
         }
         let mut close = match client.command() {
             Command::Serve => false,
             Command::Drain => true,
-            Command::Cut => return Poll::Ready(()),
+            Command::Cut => return Poll::Ready(Ended::Otherwise),
         };
         while let Poll::Ready(verdict) = watchdog.as_mut().poll(cx, client) {
             match verdict {
                 Verdict::Close => close = true,
                 Verdict::Cut(reason) => {
                     tracing::debug!(peer = %client.peer, reason, "connection cut");
-                    return Poll::Ready(());
+                    return Poll::Ready(Ended::Otherwise);
                 }
             }
         }
@@ -155,19 +189,19 @@ where
         }
         Poll::Pending
     })
-    .await;
+    .await
 }
 
-fn poll_conn<C>(mut conn: Pin<&mut C>, cx: &mut Context<'_>, client: &ClientConn) -> Poll<()>
+fn poll_conn<C>(mut conn: Pin<&mut C>, cx: &mut Context<'_>, client: &ClientConn) -> Poll<Ended>
 where
     C: GracefulConnection<Error = hyper::Error>,
 {
     match conn.as_mut().poll(cx) {
-        Poll::Ready(result) => {
-            if let Err(error) = result {
-                tracing::debug!(peer = %client.peer, %error, "connection ended");
-            }
-            Poll::Ready(())
+        Poll::Ready(Ok(())) => Poll::Ready(Ended::Otherwise),
+        Poll::Ready(Err(error)) => {
+            tracing::debug!(peer = %client.peer, %error, "connection ended");
+            let unreadable = error.is_parse();
+            Poll::Ready(if unreadable { Ended::Unreadable } else { Ended::Otherwise })
         }
         Poll::Pending => {
             // Reading wakes this task through the body's channel when hyper must be polled again.
@@ -188,10 +222,14 @@ struct Serving<H> {
 impl<H: Handler> Serving<H> {
     fn call(
         self: Arc<Self>,
-        request: Request<Incoming>,
+        mut request: Request<Incoming>,
     ) -> impl Future<Output = Result<Response<ResponseBody<H::Body>>, Infallible>> + Send {
         // Here and not in the future: the head is complete now.
         let in_flight = self.client.begin();
+        if self.client.is_doubtful() {
+            // hyper took it away, and the handler shall see what the client said.
+            request.headers_mut().insert(CONTENT_LENGTH, HeaderValue::from_static("0"));
+        }
         async move {
             let version = request.version();
             let (request, body) = RequestBody::wrap(request, &self.client);

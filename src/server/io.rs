@@ -1,4 +1,4 @@
-//! The bytes of a connection, counted.
+//! The bytes of a connection, counted as they cross the wire.
 
 use std::{
     io::{self, IoSlice},
@@ -14,21 +14,17 @@ use tokio::{
     net::TcpStream,
 };
 
-use super::{client::ClientConn, detect::Prefix};
+use super::client::ClientConn;
 
 /// A TCP stream that the connection's task can watch while hyper owns it.
 #[derive(Clone, Debug)]
 pub(super) struct Socket(pub(super) Arc<TcpStream>);
 
-/// Counts the bytes of a stream, tells when it is blocked, and replays what was read from it
-/// before hyper had it.
+/// Counts the bytes of a socket, and tells when it takes no more.
 #[derive(Debug)]
-pub(super) struct Metered<T> {
-    inner: T,
-    prefix: Option<Prefix>,
+pub(super) struct Metered {
+    socket: Socket,
     client: Arc<ClientConn>,
-    /// Whether bytes that come while no request is in flight begin a head.
-    one_at_a_time: bool,
 }
 
 // === impl Socket ===
@@ -120,25 +116,9 @@ impl AsyncWrite for Socket {
 
 // === impl Metered ===
 
-impl<T> Metered<T> {
-    pub(super) fn new(
-        inner: T,
-        prefix: Prefix,
-        client: Arc<ClientConn>,
-        one_at_a_time: bool,
-    ) -> Self {
-        Self { inner, prefix: Some(prefix), client, one_at_a_time }
-    }
-
-    fn count_read(&self, size: usize) {
-        if size == 0 {
-            return;
-        }
-        let traffic = &self.client.traffic;
-        traffic.read.store(traffic.read.load(Relaxed) + size as u64, Relaxed);
-        if self.one_at_a_time && self.client.in_flight() == 0 && !self.client.has_rest() {
-            traffic.head_started.store(true, Relaxed);
-        }
+impl Metered {
+    pub(super) fn new(socket: Socket, client: Arc<ClientConn>) -> Self {
+        Self { socket, client }
     }
 
     fn count_written(&self, result: Poll<io::Result<usize>>) -> Poll<io::Result<usize>> {
@@ -151,36 +131,28 @@ impl<T> Metered<T> {
     }
 }
 
-impl<T: AsyncRead + Unpin> AsyncRead for Metered<T> {
+impl AsyncRead for Metered {
     fn poll_read(
         mut self: Pin<&mut Self>,
         cx: &mut Context<'_>,
         buf: &mut ReadBuf<'_>,
     ) -> Poll<io::Result<()>> {
         let before = buf.filled().len();
-        if let Some(prefix) = self.prefix.take() {
-            // No buffer of hyper's is smaller.
-            buf.put_slice(prefix.bytes());
-            if buf.remaining() > 0 {
-                // What follows is usually there already. If not, or if it is an error, the next
-                // read will tell.
-                let _ = Pin::new(&mut self.inner).poll_read(cx, buf);
-            }
-        } else {
-            ready!(Pin::new(&mut self.inner).poll_read(cx, buf))?;
-        }
-        self.count_read(buf.filled().len() - before);
+        ready!(Pin::new(&mut self.socket).poll_read(cx, buf))?;
+        let size = (buf.filled().len() - before) as u64;
+        let read = &self.client.traffic.read;
+        read.store(read.load(Relaxed) + size, Relaxed);
         Poll::Ready(Ok(()))
     }
 }
 
-impl<T: AsyncWrite + Unpin> AsyncWrite for Metered<T> {
+impl AsyncWrite for Metered {
     fn poll_write(
         mut self: Pin<&mut Self>,
         cx: &mut Context<'_>,
         buf: &[u8],
     ) -> Poll<io::Result<usize>> {
-        let result = Pin::new(&mut self.inner).poll_write(cx, buf);
+        let result = Pin::new(&mut self.socket).poll_write(cx, buf);
         self.count_written(result)
     }
 
@@ -189,19 +161,19 @@ impl<T: AsyncWrite + Unpin> AsyncWrite for Metered<T> {
         cx: &mut Context<'_>,
         bufs: &[IoSlice<'_>],
     ) -> Poll<io::Result<usize>> {
-        let result = Pin::new(&mut self.inner).poll_write_vectored(cx, bufs);
+        let result = Pin::new(&mut self.socket).poll_write_vectored(cx, bufs);
         self.count_written(result)
     }
 
     fn is_write_vectored(&self) -> bool {
-        self.inner.is_write_vectored()
+        self.socket.is_write_vectored()
     }
 
     fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.inner).poll_flush(cx)
+        Pin::new(&mut self.socket).poll_flush(cx)
     }
 
     fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.inner).poll_shutdown(cx)
+        Pin::new(&mut self.socket).poll_shutdown(cx)
     }
 }

@@ -88,6 +88,12 @@ impl Handler for Scripted {
             other => unreachable!("no script for {other}"),
         }
     }
+
+    fn unreadable(&self, status: StatusCode) -> Response<Bytes> {
+        let mut response = Response::new(Bytes::from_static(b"unreadable"));
+        *response.status_mut() = status;
+        response
+    }
 }
 
 impl Scripted {

@@ -21,7 +21,7 @@ use crate::config;
 /// What must move within the stall timeout.
 const PROGRESS: u64 = 1024;
 /// How long the rest of an unwanted body is read once the response ended.
-const REST_TIME: Duration = Duration::from_secs(2);
+pub(super) const REST_TIME: Duration = Duration::from_secs(2);
 /// How long a closing connection without requests may stay open.
 const CLOSING_TIME: Duration = Duration::from_secs(1);
 
@@ -143,7 +143,7 @@ impl Watchdog {
 impl State {
     fn has_work(&self, on: &ClientConn) -> bool {
         self.closing
-            || on.traffic.head_started.load(Relaxed)
+            || on.traffic.in_head.load(Relaxed)
             || on.traffic.write_blocked.load(Relaxed)
             || on.bodies.open.load(Acquire) > 0
             || on.has_rest()
@@ -159,7 +159,8 @@ impl State {
     }
 
     fn check_head(&mut self, now: Instant, on: &ClientConn) -> Option<Verdict> {
-        if !on.traffic.head_started.load(Relaxed) {
+        // A head may begin while a request is answered; its time begins when it could be read.
+        if !on.traffic.in_head.load(Relaxed) || on.in_flight() > 0 {
             self.head = None;
             return None;
         }

@@ -13,6 +13,7 @@ mod fence;
 mod global_limit;
 mod harness;
 mod hazards;
+mod http_framing;
 mod limit_change;
 mod rates;
 mod refusal;
