@@ -17,10 +17,12 @@ mod resolve;
 mod rules;
 #[cfg(test)]
 mod tests;
+mod tls;
 
 pub use error::ConfigError;
 pub use policy::{ClassPolicy, ClassRule, Classes, Dialect, Key, Mode, Rate, Step, WeightRule};
 pub use quick::{AdminListen, QuickOptions};
+pub use tls::{Identity, ServerTls, TlsVersion, UpstreamTls};
 
 /// How many slots a limit may have.
 pub const MOST_SLOTS: u32 = 1_000_000;
@@ -51,6 +53,8 @@ pub struct Config {
 pub struct Server {
     /// Where clients connect.
     pub listen: SocketAddr,
+    /// The certificate that clients see; none for plain connections.
+    pub tls: Option<ServerTls>,
     /// Requests in flight in this process, waiting ones included.
     pub max_in_flight: usize,
     /// Open client connections in this process.
@@ -204,6 +208,10 @@ pub struct Upstream {
     pub on_client_gone: OnClientGone,
     /// What the upstream sees as Host.
     pub host: HostHeader,
+    /// Whom to trust behind `https://`, and as whom to come.
+    pub tls: UpstreamTls,
+    /// A tunnel, such as a WebSocket's, in which nothing moves for this long is closed.
+    pub tunnel_timeout: Duration,
 }
 
 /// `on_client_gone`

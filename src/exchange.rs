@@ -12,6 +12,7 @@ use std::{
     pin::Pin,
     sync::{Arc, Mutex, MutexGuard, PoisonError},
     task::{Context, Poll, Waker, ready},
+    time::Duration,
 };
 
 use bytes::Bytes;
@@ -35,6 +36,9 @@ mod owner;
 
 pub(crate) use owner::Owner;
 
+/// A piece of an answer that may take a slow client longer than a small one.
+const LARGE: usize = 64 * 1024;
+
 /// What a request in flight owns. Dropping it gives all of it back.
 #[derive(Debug)]
 pub(crate) struct Held {
@@ -51,6 +55,8 @@ pub(crate) struct Exchange {
     guard: Option<Guard>,
     upstream: Arc<Upstream>,
     upload: Option<Arc<Upload>>,
+    /// How long a client may take nothing of what it was given, where its connection doesn't tell.
+    patience: Option<Duration>,
     registry: Arc<Registry>,
     runtime: Handle,
     state: Mutex<State>,
@@ -85,6 +91,18 @@ struct State {
     pieces_seen: u32,
     waker: Option<Waker>,
     is_finishing: bool,
+    given: Given,
+}
+
+/// What the client was given of the answer.
+#[derive(Debug, Default)]
+struct Given {
+    pieces: u32,
+    /// The size of the last piece.
+    size: usize,
+    /// How many pieces there were when the janitor last saw a new one, and when that was.
+    seen: u32,
+    since: Option<Instant>,
 }
 
 #[derive(Debug)]
@@ -93,6 +111,8 @@ enum Phase {
     Idle(Held, Option<Arc<UpstreamConn>>),
     Head(Held, Sent),
     Body(Held, Incoming, Link),
+    /// The connection speaks another protocol now.
+    Tunnel(Held, Link),
     Over(Option<Reason>),
 }
 
@@ -146,7 +166,8 @@ impl Exchange {
         }
         let mut state = self.lock();
         if !state.is_waiting {
-            return None;
+            let patience = self.patience.filter(|_| matches!(state.phase, Phase::Body(..)))?;
+            return state.is_left_lying(now, patience).then_some(Reason::ClientTimeout);
         }
         if let (Phase::Head(..), Some(upload)) = (&state.phase, &self.upload) {
             // The upstream's time begins when it has the request.
@@ -161,7 +182,7 @@ impl Exchange {
         let limit = match state.phase {
             Phase::Head(..) => self.upstream.response_timeout,
             Phase::Body(..) => self.upstream.idle_timeout,
-            Phase::Idle(..) | Phase::Over(_) => return None,
+            Phase::Idle(..) | Phase::Tunnel(..) | Phase::Over(_) => return None,
         };
         let since = *state.waiting_since.get_or_insert(now);
         (now - since >= limit).then_some(Reason::UpstreamTimeout)
@@ -174,7 +195,7 @@ impl Exchange {
         let sent = match &mut state.phase {
             Phase::Head(_, sent) => sent,
             Phase::Over(Some(reason)) => return Poll::Ready(Err(Failure::cut(*reason))),
-            Phase::Idle(..) | Phase::Body(..) | Phase::Over(None) => {
+            Phase::Idle(..) | Phase::Body(..) | Phase::Tunnel(..) | Phase::Over(None) => {
                 unreachable!("polled after the end")
             }
         };
@@ -208,7 +229,9 @@ impl Exchange {
             Phase::Over(Some(reason)) => {
                 return Poll::Ready(Some(Err(Broken::Cut(*reason))));
             }
-            Phase::Idle(..) | Phase::Head(..) | Phase::Over(None) => return Poll::Ready(None),
+            Phase::Idle(..) | Phase::Head(..) | Phase::Tunnel(..) | Phase::Over(None) => {
+                return Poll::Ready(None);
+            }
         };
         let polled = Pin::new(&mut *body).poll_frame(cx);
         let is_end = body.is_end_stream();
@@ -220,6 +243,7 @@ impl Exchange {
             Poll::Ready(Some(Ok(frame))) => {
                 state.is_waiting = false;
                 state.waiting_since = None;
+                state.given.hand(&frame);
                 // Asked only behind a frame: that is the last one, so the upstream is done.
                 if is_end {
                     let phase = state.close(None);
@@ -270,7 +294,7 @@ impl Exchange {
         }
         let (held, conn) = match phase {
             Phase::Idle(held, conn) => (held, conn),
-            Phase::Body(held, _, link) => (held, Some(link.conn)),
+            Phase::Body(held, _, link) | Phase::Tunnel(held, link) => (held, Some(link.conn)),
             Phase::Head(held, sent) => {
                 // Not polled any more, so no byte goes out between this look and the drop.
                 let conn = sent.connection();
@@ -312,6 +336,16 @@ impl State {
         Response::from_parts(head, ())
     }
 
+    /// Whether the client let the last piece lie for so long, or for each [`LARGE`] bytes of it.
+    fn is_left_lying(&mut self, now: Instant, patience: Duration) -> bool {
+        let given = &mut self.given;
+        if given.seen != given.pieces {
+            (given.seen, given.since) = (given.pieces, Some(now));
+        }
+        let share = u32::try_from(given.size / LARGE).unwrap_or(u32::MAX);
+        now - *given.since.get_or_insert(now) >= patience.saturating_mul(share.saturating_add(1))
+    }
+
     fn remember(&mut self, waker: &Waker) {
         match &mut self.waker {
             Some(known) => known.clone_from(waker),
@@ -323,9 +357,19 @@ impl State {
 impl Phase {
     fn held(&self) -> Option<&Held> {
         match self {
-            Phase::Idle(held, _) | Phase::Head(held, _) | Phase::Body(held, ..) => Some(held),
+            Phase::Idle(held, _)
+            | Phase::Head(held, _)
+            | Phase::Body(held, ..)
+            | Phase::Tunnel(held, _) => Some(held),
             Phase::Over(_) => None,
         }
+    }
+}
+
+impl Given {
+    fn hand(&mut self, frame: &Frame<Bytes>) {
+        self.pieces = self.pieces.wrapping_add(1);
+        self.size = frame.data_ref().map_or(0, Bytes::len);
     }
 }
 

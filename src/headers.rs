@@ -36,6 +36,8 @@ pub(crate) struct Way<'a> {
     pub(crate) client: Option<IpAddr>,
     /// Whether the peer's forwarding headers count.
     pub(crate) trusted: bool,
+    /// Whether it came over TLS.
+    pub(crate) secure: bool,
 }
 
 /// Makes the client's fields fit for the upstream.
@@ -181,7 +183,8 @@ fn tell_the_way(headers: &mut HeaderMap, way: &Way<'_>) {
     let client = way.client.map(|client| HeaderValue::try_from(client.to_string()));
     let client = client.map(|text| text.expect("an address is ASCII"));
     headers.insert(X_REAL_IP, client.unwrap_or_else(|| way.peer.clone()));
-    headers.entry(X_FORWARDED_PROTO).or_insert(HeaderValue::from_static("http"));
+    let scheme = HeaderValue::from_static(if way.secure { "https" } else { "http" });
+    headers.entry(X_FORWARDED_PROTO).or_insert(scheme);
     if let Some(host) = headers.get(HOST).cloned() {
         headers.entry(X_FORWARDED_HOST).or_insert(host);
     }

@@ -28,5 +28,6 @@ pub mod size;
 pub mod store;
 mod target;
 mod told;
+mod tunnel;
 mod upload;
 mod upstream;

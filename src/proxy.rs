@@ -30,6 +30,7 @@ use crate::{
     server::{ClientConn, Handler, RequestBody},
     target::{self, Objection},
     told::Told,
+    tunnel::{self, Consent, Wish},
     upload::{self, Outgoing, Upload},
     upstream::{Attempt, Upstream},
 };
@@ -57,6 +58,7 @@ pub struct Proxy {
     admission: Arc<Admission>,
     metrics: Arc<Metrics>,
     trusted: Vec<IpNet>,
+    stall: Duration,
     seats: Arc<Gauge>,
     small_bodies: Arc<Gauge>,
     registry: Arc<Registry>,
@@ -133,6 +135,9 @@ struct Call {
     upstream: Arc<Upstream>,
     request: Request<Outgoing>,
     interest: Option<Interest>,
+    wish: Option<Wish>,
+    /// Set for HTTP/2, where a stream may be stuck on a connection that isn't.
+    patience: Option<Duration>,
 }
 
 impl Proxy {
@@ -149,6 +154,7 @@ impl Proxy {
             admission,
             metrics,
             trusted: config.server.trusted_proxies.clone(),
+            stall: config.server.stall_timeout,
             seats: Gauge::new(config.server.max_in_flight),
             small_bodies: Gauge::new(SMALL_BODIES),
             registry: Registry::start(&runtime),
@@ -167,6 +173,7 @@ impl Proxy {
         conn: &ClientConn,
     ) -> Response<ResponseBody> {
         let is_head = request.method() == Method::HEAD;
+        let is_grpc = request.version() == Version::HTTP_2 && reply::is_grpc(request.headers());
         let (mut parts, body) = request.into_parts();
         let (began, mut notes) = (Instant::now(), Notes::default());
         let answer = match target::settle(&mut parts) {
@@ -176,8 +183,9 @@ impl Proxy {
             Err(Objection::Bad) => Err(Reason::BadRequest.into()),
         };
         let dialect = notes.route.map(|route| self.rules[route].dialect).unwrap_or_default();
-        let response =
-            answer.unwrap_or_else(|reply| reply.spoken(dialect).respond(is_head, notes.queued));
+        let refuse =
+            |reply: Reply| reply.spoken(dialect).grpc(is_grpc).respond(is_head, notes.queued);
+        let response = answer.unwrap_or_else(refuse);
         if let Some(route) = notes.route {
             self.metrics.route(route).answered(response.status(), began.elapsed());
         }
@@ -210,7 +218,7 @@ impl Proxy {
         let interest = self.interest(route, &target, &parts, &body);
         let call = self.prepare(target, parts, body, conn, &permit, interest)?;
         let held = Held { permit, _seat: seat };
-        let mut response = self.forward(call, held, notes.queued).await?;
+        let mut response = self.forward(call, held, conn, notes.queued).await?;
         if let Some(mark) = mark {
             degrade::mark(&mut response, mark);
         }
@@ -364,14 +372,20 @@ impl Proxy {
         mut interest: Option<Interest>,
     ) -> Result<Call, Reply> {
         let upstream = Arc::clone(&self.upstreams[target.upstream]);
+        let wish = Wish::take(&mut parts).filter(|_| body.is_end_stream());
+        let patience = (parts.version == Version::HTTP_2).then_some(self.stall);
         let peer = conn.peer.ip();
         let trusted = client::is_trusted(peer, &self.trusted);
         let way = Way {
             peer: conn.address(),
             client: trusted.then(|| client::address(peer, &parts.headers, &self.trusted)),
             trusted,
+            secure: conn.is_secure,
         };
         headers::to_upstream(&mut parts.headers, &way);
+        if let Some(wish) = &wish {
+            wish.tell(&mut parts.headers);
+        }
         if !trusted {
             target.trusted_only.iter().for_each(|name| drop(parts.headers.remove(name)));
         }
@@ -393,13 +407,15 @@ impl Proxy {
         if let Some(interest) = &mut interest {
             interest.sent(&parts.headers);
         }
-        Ok(Call { upstream, request: Request::from_parts(parts, body), interest })
+        let request = Request::from_parts(parts, body);
+        Ok(Call { upstream, request, interest, wish, patience })
     }
 
     async fn forward(
         &self,
         call: Call,
         held: Held,
+        conn: &ClientConn,
         queued: Duration,
     ) -> Result<Response<ResponseBody>, Reply> {
         let started = held.permit.taken();
@@ -408,17 +424,26 @@ impl Proxy {
             Outgoing::Empty | Outgoing::Whole(_) => None,
         };
         let registry = Arc::clone(&self.registry);
-        let owner = Owner::new(held, call.upstream, upload, registry, self.runtime.clone());
+        let idle = call.upstream.tunnel_timeout;
+        let (upstream, runtime) = (call.upstream, self.runtime.clone());
+        let owner = Owner::new(held, upstream, upload, call.patience, registry, runtime);
         let mut answer = owner.send(call.request, Attempt::First, started).await;
         if let Err(Failure { spare: Some(spare), .. }) = answer {
             answer = owner.send(*spare, Attempt::Second, Instant::now()).await;
         }
         let took = started.elapsed();
         match answer {
-            // Nobody asked for another protocol: the upstream can't be followed there.
-            Ok(head) if head.status() == StatusCode::SWITCHING_PROTOCOLS => {
-                owner.cut(Reason::UpstreamReset);
-                Err(Reply::from(Reason::UpstreamReset).after(took))
+            Ok(mut head) if head.status() == StatusCode::SWITCHING_PROTOCOLS => {
+                let Some((wish, consent)) = call.wish.zip(Consent::take(&mut head)) else {
+                    // Nobody asked for another protocol: the upstream can't be followed there.
+                    owner.cut(Reason::UpstreamReset);
+                    return Err(Reply::from(Reason::UpstreamReset).after(took));
+                };
+                consent.tell(head.headers_mut());
+                headers::add_timing(head.headers_mut(), queued, Some(took));
+                owner.begin_tunnel();
+                conn.leave_tunnel(tunnel::run(wish, consent, owner, idle));
+                Ok(head.map(|()| ResponseBody::whole(Bytes::new())))
             }
             Ok(head) => {
                 let copies = self.copies.as_ref().zip(call.interest);

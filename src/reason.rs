@@ -51,7 +51,7 @@ pub enum Reason {
 
 impl Reason {
     /// Every reason, in the order of the documentation.
-    pub const ALL: [Reason; 20] = [
+    pub const ALL: [Reason; 21] = [
         Reason::Draining,
         Reason::ProcessFull,
         Reason::BadRequest,

@@ -13,6 +13,10 @@ use crate::{
     server::Refused,
 };
 
+mod grpc;
+
+pub(crate) use grpc::is_spoken as is_grpc;
+
 const TIDEGATE_REASON: HeaderName = HeaderName::from_static("tidegate-reason");
 const RETRY_AFTER_MS: HeaderName = HeaderName::from_static("retry-after-ms");
 const X_SHOULD_RETRY: HeaderName = HeaderName::from_static("x-should-retry");
@@ -31,6 +35,7 @@ pub(crate) struct Reply {
     expected_wait: Option<Duration>,
     allow: Option<HeaderValue>,
     upstream: Option<Duration>,
+    is_grpc: bool,
 }
 
 /// What a client should do next.
@@ -70,6 +75,12 @@ impl Reply {
         self
     }
 
+    /// As gRPC, whatever the dialect, if that is what the client speaks.
+    pub(crate) fn grpc(mut self, is_grpc: bool) -> Self {
+        self.is_grpc = is_grpc;
+        self
+    }
+
     /// How long the upstream was tried.
     pub(crate) fn after(mut self, upstream: Duration) -> Self {
         self.upstream = Some(upstream);
@@ -96,26 +107,28 @@ impl Reply {
         let head = response.headers_mut();
         head.insert(TIDEGATE_REASON, HeaderValue::from_static(self.reason.as_str()));
         head.insert(CONTENT_TYPE, HeaderValue::from_static(content_type));
-        match advice(self.reason) {
-            Advice::Later => {
-                let wait_ms = draw(self.expected_wait);
-                head.insert(RETRY_AFTER_MS, wait_ms.into());
-                head.insert(RETRY_AFTER, wait_ms.div_ceil(1000).into());
-            }
-            Advice::At => {
-                let wait_ms = self.expected_wait.map_or(1_000, whole_ms).max(1);
-                head.insert(RETRY_AFTER_MS, wait_ms.into());
-                head.insert(RETRY_AFTER, wait_ms.div_ceil(1000).into());
-            }
+        let wait_ms = match advice(self.reason) {
+            Advice::Later => Some(draw(self.expected_wait)),
+            Advice::At => Some(self.expected_wait.map_or(1_000, whole_ms).max(1)),
             Advice::Never => {
                 head.insert(X_SHOULD_RETRY, HeaderValue::from_static("false"));
+                None
             }
-            Advice::Unsaid => {}
+            Advice::Unsaid => None,
+        };
+        if let Some(ms) = wait_ms {
+            head.insert(RETRY_AFTER_MS, ms.into());
+            head.insert(RETRY_AFTER, ms.div_ceil(1000).into());
         }
         if let Some(allow) = self.allow {
             head.insert(ALLOW, allow);
         }
         headers::add_timing(head, queue, self.upstream);
+        if self.is_grpc {
+            grpc::speak(self.reason, detail, wait_ms, head);
+            *response.status_mut() = StatusCode::OK;
+            *response.body_mut() = Bytes::new();
+        }
         response
     }
 }
@@ -129,6 +142,7 @@ impl From<Reason> for Reply {
             expected_wait: None,
             allow: None,
             upstream: None,
+            is_grpc: false,
         }
     }
 }

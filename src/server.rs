@@ -23,6 +23,7 @@ mod framing;
 mod front;
 mod hangup;
 mod io;
+mod tls;
 mod watchdog;
 
 #[cfg(test)]

@@ -15,6 +15,7 @@ use crate::{
 
 mod connect;
 mod pool;
+mod tls;
 
 pub(crate) use connect::UpstreamConn;
 pub(crate) use pool::{Cause, Link, Pool, SendError, Sent};
@@ -33,6 +34,7 @@ pub(crate) struct Upstream {
     pub(crate) idle_timeout: Duration,
     pub(crate) linger: Duration,
     pub(crate) finishes: bool,
+    pub(crate) tunnel_timeout: Duration,
 }
 
 /// Which connection a request may take.
@@ -50,14 +52,25 @@ impl Upstream {
         let endpoint = &config.endpoint;
         let authority = endpoint.authority().expect("an endpoint has an authority");
         let host = HeaderValue::from_str(authority.as_str()).expect("an authority is ASCII");
+        if config.tls.insecure {
+            tracing::warn!(
+                upstream = &*config.name,
+                "INSECURE: any certificate is accepted, so anyone on the way can be this upstream"
+            );
+        }
         Self {
-            pool: Pool::start(Connector::new(endpoint.clone(), config.connect_timeout)),
+            pool: Pool::start(Connector::new(
+                endpoint.clone(),
+                config.connect_timeout,
+                &config.tls,
+            )),
             base: endpoint.path().trim_end_matches('/').to_owned(),
             host: (config.host == HostHeader::Upstream).then_some(host),
             response_timeout: config.response_timeout,
             idle_timeout: config.idle_timeout,
             linger: config.linger,
             finishes: config.on_client_gone == OnClientGone::Finish,
+            tunnel_timeout: config.tunnel_timeout,
         }
     }
 
@@ -94,6 +107,8 @@ pub(crate) mod tests {
             linger: Duration::ZERO,
             on_client_gone: OnClientGone::Cancel,
             host: HostHeader::Upstream,
+            tls: config::UpstreamTls::default(),
+            tunnel_timeout: Duration::from_secs(60),
         }
     }
 

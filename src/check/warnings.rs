@@ -15,6 +15,12 @@ pub(super) fn warnings(config: &Config) -> Vec<String> {
         warnings
             .push("store.when_down is \"open\": no limit holds while the store is away".to_owned());
     }
+    for upstream in config.upstreams.iter().filter(|upstream| upstream.tls.insecure) {
+        warnings.push(format!(
+            "upstream `{}` is insecure: any certificate is accepted, so anyone on the way can be this upstream",
+            upstream.name
+        ));
+    }
     for route in &config.routes {
         for chain in chains(route, config) {
             outer_larger(route, &chain, &mut warnings);

@@ -45,9 +45,10 @@ impl Config {
             Err(error) => return Err(Source::unparsed(name, text).show(Problem::from(error))),
         };
         let source = Source::parsed(name, text, tree.get_ref());
+        let folder = Path::new(name).parent().unwrap_or(Path::new(""));
         expand(tree.get_mut(), &env)
             .and_then(|()| Ok(FileConfig::deserialize(toml::Deserializer::from(tree))?))
-            .and_then(|file| resolve(file, text.len()))
+            .and_then(|file| resolve(file, text.len(), folder))
             .map_err(|problem| source.show(problem))
     }
 }
@@ -94,6 +95,7 @@ pub(super) type Named<T> = BTreeMap<Spanned<String>, T>;
 #[serde(deny_unknown_fields, expecting = "a table")]
 pub(super) struct FileServer {
     pub(super) listen: Option<Spanned<String>>,
+    pub(super) tls: Option<Spanned<FileServerTls>>,
     pub(super) max_in_flight: Option<Spanned<i64>>,
     pub(super) max_connections: Option<Spanned<i64>>,
     pub(super) trusted_proxies: Option<Vec<Spanned<String>>>,
@@ -102,6 +104,23 @@ pub(super) struct FileServer {
     pub(super) stall_timeout: Option<Spanned<FileDuration>>,
     pub(super) drain_delay: Option<Spanned<FileDuration>>,
     pub(super) drain_timeout: Option<Spanned<FileDuration>>,
+}
+
+#[derive(Debug, Default, Deserialize)]
+#[serde(deny_unknown_fields, expecting = "a table")]
+pub(super) struct FileServerTls {
+    pub(super) cert: Option<Spanned<String>>,
+    pub(super) key: Option<Spanned<String>>,
+    pub(super) min_version: Option<Spanned<String>>,
+}
+
+#[derive(Debug, Default, Deserialize)]
+#[serde(deny_unknown_fields, expecting = "a table")]
+pub(super) struct FileUpstreamTls {
+    pub(super) ca: Option<Spanned<String>>,
+    pub(super) client_cert: Option<Spanned<String>>,
+    pub(super) client_key: Option<Spanned<String>>,
+    pub(super) insecure: Option<Spanned<bool>>,
 }
 
 // No Debug that shows it: the token is a secret.
@@ -165,6 +184,8 @@ pub(super) struct FileUpstream {
     pub(super) linger: Option<Spanned<FileDuration>>,
     pub(super) on_client_gone: Option<Spanned<String>>,
     pub(super) host: Option<Spanned<String>>,
+    pub(super) tls: Option<Spanned<FileUpstreamTls>>,
+    pub(super) tunnel_timeout: Option<Spanned<FileDuration>>,
 }
 
 #[derive(Debug, Default, Deserialize)]

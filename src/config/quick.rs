@@ -1,6 +1,6 @@
 //! Makes a [`Config`] of a few flags, for `tidegate run --upstream` and for overriding a file's admin listener.
 
-use std::net::SocketAddr;
+use std::{net::SocketAddr, path::Path};
 
 use toml::Spanned;
 
@@ -56,8 +56,13 @@ impl Config {
         rules::within::<u32>(options.slots.into(), rules::SLOTS).map_err(flag("--slots"))?;
         let store = rules::store_kind(&options.store_url.0).map_err(flag("--store"))?;
 
-        let mut config = resolve(one_of_each(options.upstream, options.slots), 0)
-            .map_err(|problem| flag("--upstream")(problem.rule))?;
+        let mut file = one_of_each(options.upstream, options.slots);
+        if options.admin_listen.is_some() {
+            // The default's place is free then.
+            file.admin.listen = Some(unplaced("127.0.0.1:0".to_owned()));
+        }
+        let mut config =
+            resolve(file, 0, Path::new("")).map_err(|problem| flag("--upstream")(problem.rule))?;
         config.server.listen = listen;
         config.store.kind = store;
         let default = config.admin.as_ref().map(|admin| admin.listen);
@@ -71,6 +76,9 @@ impl Config {
             AdminListen::Off => None,
             AdminListen::At(listen) => {
                 rules::apart(self.server.listen, listen).map_err(flag("--admin-listen"))?;
+                for upstream in &self.upstreams {
+                    rules::not_admin(&upstream.endpoint, listen).map_err(flag("--admin-listen"))?;
+                }
                 Some(Admin { listen, token: self.admin.and_then(|admin| admin.token) })
             }
         };

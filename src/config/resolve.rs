@@ -3,10 +3,12 @@
 use std::{
     collections::{HashMap, HashSet},
     ops::{Range, RangeInclusive},
+    path::Path,
     sync::Arc,
     time::Duration,
 };
 
+use http::uri::Scheme;
 use toml::Spanned;
 
 use super::{
@@ -20,6 +22,7 @@ use super::{
 };
 
 mod policy;
+mod tls;
 
 use policy::KnownClasses;
 
@@ -31,9 +34,9 @@ type Found<T> = Result<T, Problem>;
 const REQUESTS: RangeInclusive<i64> = 1..=10_000_000;
 const WAITERS: RangeInclusive<i64> = 0..=10_000_000;
 
-/// Checks a whole file, which ends at `end`.
-pub(super) fn resolve(file: FileConfig, end: usize) -> Found<Config> {
-    let server = server(&file.server)?;
+/// Checks a whole file, which ends at `end` and lies in `folder`.
+pub(super) fn resolve(file: FileConfig, end: usize, folder: &Path) -> Found<Config> {
+    let server = server(&file.server, folder)?;
     let admin = admin(&file.admin)?;
     rules::apart(server.listen, admin.listen).map_err(|rule| {
         let listen = file.admin.listen.as_ref().or(file.server.listen.as_ref());
@@ -46,7 +49,8 @@ pub(super) fn resolve(file: FileConfig, end: usize) -> Found<Config> {
     let rates = in_order(&file.rates, policy::rate)?;
     let limit_names = index(limits.iter().map(|limit| &limit.name));
     let upstreams = in_order(&file.upstreams, |name, table| {
-        upstream(name, table, &limit_names, policy::silence(name.get_ref(), &file.routes))
+        let silence = policy::silence(name.get_ref(), &file.routes);
+        upstream(name, table, &limit_names, silence, &admin, folder)
     })?;
     let known = Known {
         classes,
@@ -87,9 +91,10 @@ struct Known {
     upstreams: Names,
 }
 
-fn server(file: &FileServer) -> Found<Server> {
+fn server(file: &FileServer, folder: &Path) -> Found<Server> {
     Ok(Server {
         listen: address(&file.listen, "127.0.0.1:8080")?,
+        tls: file.tls.as_ref().map(|table| tls::server(table, folder)).transpose()?,
         max_in_flight: or(&file.max_in_flight, 10_000, |n| rules::within(n, REQUESTS))?,
         max_connections: or(&file.max_connections, 20_000, |n| rules::within(n, REQUESTS))?,
         trusted_proxies: each(&file.trusted_proxies, rules::network)?,
@@ -168,6 +173,8 @@ fn upstream(
     file: &FileUpstream,
     limits: &Names,
     silence: u64,
+    admin: &Admin,
+    folder: &Path,
 ) -> Found<Upstream> {
     rules::name(name.get_ref()).at(name.span())?;
     let endpoints = required(name.span(), &file.endpoints, "endpoints")?;
@@ -175,9 +182,12 @@ fn upstream(
         let rule = "must hold exactly one endpoint: several aren't supported yet";
         return Err(Problem::new(endpoints.span(), rule));
     };
+    let uri = rules::endpoint(endpoint.get_ref()).at(endpoint.span())?;
+    rules::not_admin(&uri, admin.listen).at(endpoint.span())?;
     Ok(Upstream {
         name: Arc::from(name.get_ref().as_str()),
-        endpoint: rules::endpoint(endpoint.get_ref()).at(endpoint.span())?,
+        tls: tls::upstream(&file.tls, uri.scheme() == Some(&Scheme::HTTPS), folder)?,
+        endpoint: uri,
         limits: references(&file.limits, limits, "limit")?,
         connect_timeout: positive(&file.connect_timeout, 3_000)?,
         response_timeout: positive(&file.response_timeout, silence)?,
@@ -185,6 +195,7 @@ fn upstream(
         linger: duration(&file.linger, 250),
         on_client_gone: or_text(&file.on_client_gone, "cancel", rules::on_client_gone)?,
         host: or_text(&file.host, "upstream", rules::host_header)?,
+        tunnel_timeout: positive(&file.tunnel_timeout, 10 * 60_000)?,
     })
 }
 

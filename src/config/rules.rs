@@ -13,7 +13,7 @@ use ipnet::IpNet;
 
 use super::{
     Dialect, HostHeader, HostPattern, Key, Limit, MOST_SLOTS, Mode, OnClientGone, OnLeaseLost,
-    Recovery, Secret, StoreKind, WhenDown,
+    Recovery, Secret, StoreKind, TlsVersion, WhenDown,
 };
 
 type Rule<T> = Result<T, String>;
@@ -116,6 +116,32 @@ pub(super) fn apart(server: SocketAddr, admin: SocketAddr) -> Rule<()> {
         ));
     }
     Ok(())
+}
+
+/// A route to the operators' listener would let clients in there.
+pub(super) fn not_admin(endpoint: &Uri, admin: SocketAddr) -> Rule<()> {
+    let default = if endpoint.scheme_str() == Some("https") { 443 } else { 80 };
+    let host = endpoint.host().unwrap_or_default().trim_matches(['[', ']']);
+    let leads_there = match host.parse::<IpAddr>().map(|ip| ip.to_canonical()) {
+        Ok(ip) => {
+            ip == admin.ip()
+                || ip.is_unspecified()
+                || (admin.ip().is_unspecified() && ip.is_loopback())
+        }
+        Err(_) => host.eq_ignore_ascii_case("localhost"),
+    };
+    if leads_there && endpoint.port_u16().unwrap_or(default) == admin.port() {
+        return Err("must not lead an upstream to the listener for operators".to_owned());
+    }
+    Ok(())
+}
+
+pub(super) fn tls_version(text: &str) -> Rule<TlsVersion> {
+    match text {
+        "1.2" => Ok(TlsVersion::Tls12),
+        "1.3" => Ok(TlsVersion::Tls13),
+        _ => Err(r#"must be "1.2" or "1.3""#.to_owned()),
+    }
 }
 
 pub(super) fn network(text: &str) -> Rule<IpNet> {

@@ -7,6 +7,7 @@ use http::Method;
 use super::*;
 
 mod policy;
+mod tls;
 
 /// What a table leaves out so that the rest is a valid file.
 const REST: &str = r#"
@@ -50,7 +51,6 @@ const BAD_HEADS: &[(&str, &str)] = &[
         "[server]\nlisten = \"127.0.0.1:1\"\ntrustd_proxies = []",
         "3:1: server.trustd_proxies: unknown key, did you mean `trusted_proxies`? expected one of listen, ",
     ),
-    ("[server]\ntls = {}", "2:1: server.tls: unknown key, expected one of listen, "),
     (
         "[server]\nlisten = \"localhost:80\"",
         "2:10: server.listen: must be an IP address and a port",

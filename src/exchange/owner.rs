@@ -4,6 +4,7 @@ use std::{
     future::poll_fn,
     sync::{Arc, Mutex},
     task::{Context, Poll},
+    time::Duration,
 };
 
 use bytes::Bytes;
@@ -11,7 +12,7 @@ use http::{Request, Response};
 use http_body::{Body, Frame, SizeHint};
 use tokio::{runtime::Handle, time::Instant};
 
-use super::{Broken, Exchange, Failure, Held, Phase, State};
+use super::{Broken, Exchange, Failure, Given, Held, Phase, State};
 use crate::{
     reason::Reason,
     registry::Registry,
@@ -28,6 +29,7 @@ impl Owner {
         held: Held,
         upstream: Arc<Upstream>,
         upload: Option<Arc<Upload>>,
+        patience: Option<Duration>,
         registry: Arc<Registry>,
         runtime: Handle,
     ) -> Self {
@@ -38,6 +40,7 @@ impl Owner {
             cut_at: permit.max_hold().map(|longest| permit.taken() + longest),
             upstream,
             upload,
+            patience,
             registry,
             runtime,
             state: Mutex::new(State {
@@ -47,6 +50,7 @@ impl Owner {
                 pieces_seen: 0,
                 waker: None,
                 is_finishing: false,
+                given: Given::default(),
             }),
         });
         exchange.registry.insert(&exchange);
@@ -84,7 +88,9 @@ impl Owner {
                 state.phase = Phase::Over(Some(reason));
                 Err(Failure::cut(reason))
             }
-            Phase::Head(..) | Phase::Body(..) | Phase::Over(None) => unreachable!("started twice"),
+            Phase::Head(..) | Phase::Body(..) | Phase::Tunnel(..) | Phase::Over(None) => {
+                unreachable!("started twice")
+            }
         }
     }
 
@@ -102,6 +108,22 @@ impl Owner {
         cx: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, Broken>>> {
         self.0.poll_frame(cx)
+    }
+
+    /// The connection speaks another protocol from here on, and the slot is held to its end.
+    pub(crate) fn begin_tunnel(&self) {
+        let mut state = self.0.lock();
+        state.phase = match state.close(None) {
+            Phase::Body(held, _, link) => Phase::Tunnel(held, link),
+            phase => phase,
+        };
+    }
+
+    /// Both halves have ended, and the upstream's connection was closed.
+    pub(crate) fn tunnel_ended(self) {
+        let phase = self.0.lock().close(None);
+        self.0.registry.remove(self.0.holder);
+        drop(phase);
     }
 
     /// Gives everything back if the response has no body, and says whether it hasn't.
@@ -145,7 +167,7 @@ impl Drop for Owner {
         let mut state = exchange.lock();
         let has_head = match state.phase {
             Phase::Over(_) => return,
-            Phase::Idle(..) => None,
+            Phase::Idle(..) | Phase::Tunnel(..) => None,
             Phase::Head(..) => Some(false),
             Phase::Body(..) => Some(true),
         };

@@ -14,6 +14,7 @@ fn passed(fields: &[(&'static str, &'static str)], trusted: bool) -> HeaderMap {
         peer: &HeaderValue::from_static("10.0.0.1"),
         client: trusted.then(|| [198, 51, 100, 7].into()),
         trusted,
+        secure: false,
     };
     to_upstream(&mut headers, &way);
     headers

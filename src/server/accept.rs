@@ -75,7 +75,7 @@ impl<H: Handler> Acceptor<H> {
     }
 
     fn start(&mut self, (stream, peer, permit): (TcpStream, SocketAddr, OwnedSemaphorePermit)) {
-        let client = Arc::new(ClientConn::new(peer));
+        let client = Arc::new(ClientConn::new(peer, self.server.is_secure()));
         self.remember(Arc::downgrade(&client));
         let server = Arc::clone(&self.server);
         let alive = self.alive.clone();

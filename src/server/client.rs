@@ -21,16 +21,18 @@ use super::{body::BodyWatch, watchdog::Window};
 pub(super) const REST: usize = 32 * 1024 * 1024;
 
 /// What a handler may know about the connection a request came on.
-#[derive(Debug)]
 pub struct ClientConn {
     /// The other end.
     pub peer: SocketAddr,
+    /// Whether it came over TLS.
+    pub is_secure: bool,
     address: OnceLock<HeaderValue>,
     pub(super) traffic: Traffic,
     requests: AtomicU64,
     in_flight: AtomicUsize,
     pub(super) bodies: Bodies,
     rest: Rest,
+    tunnel: Mutex<Option<Tunnel>>,
     command: AtomicU8,
     pub(super) waker: AtomicWaker,
 }
@@ -46,6 +48,8 @@ pub(super) struct Traffic {
     pub(super) in_head: AtomicBool,
     /// The first request, from 1, that named two lengths of its body; 0 if none did.
     pub(super) doubtful: AtomicU64,
+    /// HTTP is over.
+    pub(super) is_tunnel: AtomicBool,
 }
 
 /// The request bodies that were not read to their end yet.
@@ -62,6 +66,9 @@ struct Rest {
     body: Mutex<Option<(Incoming, usize)>>,
 }
 
+/// What goes on after HTTP.
+type Tunnel = Pin<Box<dyn Future<Output = ()> + Send>>;
+
 /// What the acceptor wants of a connection; it only ever grows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd)]
 pub(super) enum Command {
@@ -73,15 +80,17 @@ pub(super) enum Command {
 // === impl ClientConn ===
 
 impl ClientConn {
-    pub(super) fn new(peer: SocketAddr) -> Self {
+    pub(super) fn new(peer: SocketAddr, is_secure: bool) -> Self {
         Self {
             peer,
+            is_secure,
             address: OnceLock::new(),
             traffic: Traffic::default(),
             requests: AtomicU64::new(0),
             in_flight: AtomicUsize::new(0),
             bodies: Bodies::default(),
             rest: Rest::default(),
+            tunnel: Mutex::default(),
             command: AtomicU8::new(Command::Serve as u8),
             waker: AtomicWaker::new(),
         }
@@ -119,6 +128,16 @@ impl ClientConn {
         self.requests.store(self.requests.load(Relaxed) + 1, Relaxed);
         self.in_flight.fetch_add(1, AcqRel);
         InFlight(Arc::clone(self))
+    }
+
+    /// Has the connection's task go on with this once an answer of status 101 was written.
+    pub fn leave_tunnel(&self, tunnel: impl Future<Output = ()> + Send + 'static) {
+        self.traffic.is_tunnel.store(true, Relaxed);
+        *lock(&self.tunnel) = Some(Box::pin(tunnel));
+    }
+
+    pub(super) fn take_tunnel(&self) -> Option<Tunnel> {
+        lock(&self.tunnel).take()
     }
 
     /// Whether the request that began last named two lengths of its body.
@@ -183,6 +202,12 @@ impl ClientConn {
         }
         self.rest.present.store(false, Release);
         Poll::Ready(())
+    }
+}
+
+impl std::fmt::Debug for ClientConn {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("ClientConn").field("peer", &self.peer).finish_non_exhaustive()
     }
 }
 

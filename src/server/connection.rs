@@ -14,16 +14,20 @@ use http::{
     HeaderValue, Request, Response, Version,
     header::{CONNECTION, CONTENT_LENGTH},
 };
+use http_body::Body;
 use hyper::{
     body::Incoming,
+    rt::{Read, Write, bounds::Http2ServerConnExec},
     server::conn::{http1, http2},
-    service::service_fn,
+    service::{HttpService, service_fn},
 };
-use hyper_util::{
-    rt::{TokioExecutor, TokioIo, TokioTimer},
-    server::graceful::GracefulConnection,
+use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
+use tokio::{
+    io::{AsyncRead, AsyncWrite},
+    net::TcpStream,
+    time::{self, Instant},
 };
-use tokio::{net::TcpStream, time};
+use tokio_rustls::TlsAcceptor;
 
 use super::{
     Handler, Refused,
@@ -33,6 +37,7 @@ use super::{
     front::{Front, Words},
     hangup,
     io::{Metered, Socket},
+    tls,
     watchdog::{Limits, REST_TIME, Verdict, Watchdog},
 };
 use crate::config;
@@ -45,11 +50,14 @@ const CONNECTION_WINDOW: u32 = 4 * 1024 * 1024;
 const MAX_STREAMS: u32 = 250;
 const PING: Duration = Duration::from_secs(20);
 
+type BoxError = Box<dyn std::error::Error + Send + Sync>;
+
 /// What all connections have in common.
 pub(super) struct Server<H> {
     handler: Arc<H>,
     words: Words,
     limits: Limits,
+    tls: Option<TlsAcceptor>,
     http1: http1::Builder,
     http2: http2::Builder<TokioExecutor>,
 }
@@ -77,47 +85,90 @@ impl<H: Handler> Server<H> {
             let handler = Arc::clone(&handler);
             Arc::new(move |status| handler.unreadable(status))
         };
-        Self { handler, words, limits: Limits::new(settings), http1, http2 }
+        let tls = settings.tls.as_ref().map(tls::acceptor);
+        Self { handler, words, limits: Limits::new(settings), tls, http1, http2 }
+    }
+
+    pub(super) fn is_secure(&self) -> bool {
+        self.tls.is_some()
     }
 
     /// Serves one client until it leaves or is told to.
     pub(super) async fn connection(&self, stream: TcpStream, client: Arc<ClientConn>) {
         let stream = Arc::new(stream);
-        let mut socket = Metered::new(Socket(Arc::clone(&stream)), Arc::clone(&client));
+        let socket = Metered::new(Socket(Arc::clone(&stream)), Arc::clone(&client));
+        let deadline = Instant::now() + self.limits.header;
+        match &self.tls {
+            None => self.greet(socket, deadline, &stream, &client).await,
+            // In a box, or plain connections would have to hold room for it.
+            Some(tls) => Box::pin(self.shake(tls, socket, deadline, &stream, &client)).await,
+        }
+    }
 
-        let detected = obeying(&client, detect(&mut socket));
-        let Ok(Some(Some((protocol, prefix)))) = time::timeout(self.limits.header, detected).await
-        else {
+    async fn shake(
+        &self,
+        tls: &TlsAcceptor,
+        socket: Metered,
+        deadline: Instant,
+        stream: &Arc<TcpStream>,
+        client: &Arc<ClientConn>,
+    ) {
+        let shaken = until(client, Command::Drain, tls.accept(socket));
+        match time::timeout_at(deadline, shaken).await {
+            Ok(Some(Ok(socket))) => self.greet(socket, deadline, stream, client).await,
+            Ok(Some(Err(error))) => {
+                tracing::debug!(peer = %client.peer, %error, "no handshake");
+            }
+            Ok(None) | Err(_) => {}
+        }
+    }
+
+    /// Finds out what a client speaks, and serves it.
+    async fn greet<T>(
+        &self,
+        mut socket: T,
+        deadline: Instant,
+        stream: &Arc<TcpStream>,
+        client: &Arc<ClientConn>,
+    ) where
+        T: AsyncRead + AsyncWrite + Send + Unpin + 'static,
+    {
+        let detected = until(client, Command::Drain, detect(&mut socket));
+        let Ok(Some(Some((protocol, prefix)))) = time::timeout_at(deadline, detected).await else {
             return;
         };
 
         let watchdog = Watchdog::new(self.limits, prefix.since);
         let words = (protocol == Protocol::Http1).then(|| Arc::clone(&self.words));
-        let io = TokioIo::new(Front::new(socket, prefix, Arc::clone(&client), words));
+        let io = TokioIo::new(Front::new(socket, prefix, Arc::clone(client), words));
         let serving =
-            Arc::new(Serving { handler: Arc::clone(&self.handler), client: Arc::clone(&client) });
+            Arc::new(Serving { handler: Arc::clone(&self.handler), client: Arc::clone(client) });
         let service = service_fn(move |request| Arc::clone(&serving).call(request));
         match protocol {
             Protocol::Http1 => {
-                let conn = self.http1.serve_connection(io, service);
-                if drive(conn, &stream, &client, watchdog).await == Ended::Unreadable {
-                    let _ = time::timeout(REST_TIME, read_away(&stream)).await;
+                let conn = self.http1.serve_connection(io, service).with_upgrades();
+                let ended = drive(conn, stream, client, watchdog).await;
+                if let Some(tunnel) = client.take_tunnel() {
+                    // A half that ends isn't the end here, so nothing but this is watched.
+                    until(client, Command::Cut, tunnel).await;
+                } else if ended == Ended::Unreadable {
+                    let _ = time::timeout(REST_TIME, read_away(stream)).await;
                 }
             }
             Protocol::Http2 => {
                 let conn = self.http2.serve_connection(io, service);
-                drive(conn, &stream, &client, watchdog).await;
+                drive(conn, stream, client, watchdog).await;
             }
         }
     }
 }
 
-/// Runs `future` until the acceptor has any command.
-async fn obeying<F: Future>(client: &ClientConn, future: F) -> Option<F::Output> {
+/// Runs `future` until the acceptor has this command, or a stronger one.
+async fn until<F: Future>(client: &ClientConn, command: Command, future: F) -> Option<F::Output> {
     let mut future = pin!(future);
     poll_fn(|cx| {
         client.waker.register(cx.waker());
-        if client.command() > Command::Serve {
+        if client.command() >= command {
             return Poll::Ready(None);
         }
         future.as_mut().poll(cx).map(Some)
@@ -148,11 +199,42 @@ enum Ended {
     Otherwise,
 }
 
+/// hyper's part of a connection.
+trait Conversation: Future<Output = hyper::Result<()>> {
+    /// Ends it behind the requests that run.
+    fn finish(self: Pin<&mut Self>);
+}
+
+impl<I, S, B> Conversation for http1::UpgradeableConnection<I, S>
+where
+    S: HttpService<Incoming, ResBody = B>,
+    S::Error: Into<BoxError>,
+    I: Read + Write + Unpin + Send + 'static,
+    B: Body<Error: Into<BoxError>> + 'static,
+{
+    fn finish(self: Pin<&mut Self>) {
+        self.graceful_shutdown();
+    }
+}
+
+impl<I, S, B> Conversation for http2::Connection<I, S, TokioExecutor>
+where
+    S: HttpService<Incoming, ResBody = B>,
+    S::Error: Into<BoxError>,
+    I: Read + Write + Unpin + 'static,
+    B: Body<Error: Into<BoxError>> + 'static,
+    TokioExecutor: Http2ServerConnExec<S::Future, B>,
+{
+    fn finish(self: Pin<&mut Self>) {
+        self.graceful_shutdown();
+    }
+}
+
 /// Polls the connection and everything beside it in one task. Dropping the connection drops its
 /// handlers and bodies.
 async fn drive<C>(conn: C, stream: &TcpStream, client: &ClientConn, watchdog: Watchdog) -> Ended
 where
-    C: GracefulConnection<Error = hyper::Error>,
+    C: Conversation,
 {
     let mut conn = pin!(conn);
     let mut watchdog = pin!(watchdog);
@@ -183,7 +265,7 @@ where
         }
         if close && !closing {
             closing = true;
-            conn.as_mut().graceful_shutdown();
+            conn.as_mut().finish();
             watchdog.as_mut().closing();
             cx.waker().wake_by_ref();
         }
@@ -194,7 +276,7 @@ where
 
 fn poll_conn<C>(mut conn: Pin<&mut C>, cx: &mut Context<'_>, client: &ClientConn) -> Poll<Ended>
 where
-    C: GracefulConnection<Error = hyper::Error>,
+    C: Conversation,
 {
     match conn.as_mut().poll(cx) {
         Poll::Ready(Ok(())) => Poll::Ready(Ended::Otherwise),

@@ -64,6 +64,9 @@ impl<T> Front<T> {
     }
 
     fn came(&mut self, bytes: &[u8]) {
+        if self.client.traffic.is_tunnel.load(Relaxed) {
+            self.http1 = None;
+        }
         let Some(http1) = &mut self.http1 else { return };
         let framing = &mut http1.framing;
         framing.follow(bytes);
@@ -80,7 +83,7 @@ impl<T: AsyncWrite + Unpin> Front<T> {
     fn correct(&mut self, cx: &mut Context<'_>, last: &[u8]) -> Option<Poll<io::Result<usize>>> {
         let http1 = self.http1.as_mut()?;
         let (at, status) = automatic(last)?;
-        if self.client.in_flight() > 0 {
+        if self.client.in_flight() > 0 || self.client.traffic.is_tunnel.load(Relaxed) {
             return None;
         }
         if at > 0 {

@@ -148,6 +148,7 @@ impl Running {
         let addr = listener.local_addr().unwrap();
         let mut settings = config::Server {
             listen: addr,
+            tls: None,
             max_in_flight: 100,
             max_connections: 100,
             trusted_proxies: Vec::new(),

@@ -18,12 +18,11 @@ use std::{
 
 use futures_util::task::AtomicWaker;
 use http::{Uri, uri::Scheme};
-use hyper_rustls::{ConfigBuilderExt, HttpsConnector, HttpsConnectorBuilder, MaybeHttpsStream};
+use hyper_rustls::{HttpsConnector, HttpsConnectorBuilder, MaybeHttpsStream};
 use hyper_util::{
     client::legacy::connect::{Connected, Connection, HttpConnector},
     rt::TokioIo,
 };
-use rustls::{ClientConfig, RootCertStore, crypto::aws_lc_rs};
 use tokio::{
     io::{AsyncRead, AsyncWrite, ReadBuf},
     net::TcpStream,
@@ -31,7 +30,8 @@ use tokio::{
 };
 use tower_service::Service;
 
-use crate::body::BoxError;
+use super::tls;
+use crate::{body::BoxError, config::UpstreamTls};
 
 /// Connects within a bound on TCP and TLS together.
 #[derive(Clone)]
@@ -125,13 +125,13 @@ impl Drop for Closing {
 // === impl Connector ===
 
 impl Connector {
-    pub(super) fn new(endpoint: Uri, timeout: Duration) -> Self {
+    pub(super) fn new(endpoint: Uri, timeout: Duration, settings: &UpstreamTls) -> Self {
         let is_tls = endpoint.scheme() == Some(&Scheme::HTTPS);
         let mut tcp = HttpConnector::new();
         tcp.enforce_http(false);
         tcp.set_nodelay(true);
         let https = HttpsConnectorBuilder::new()
-            .with_tls_config(tls(is_tls))
+            .with_tls_config(tls::config(is_tls, settings))
             .https_or_http()
             .enable_http1()
             .wrap_connector(Tcp(tcp));
@@ -145,22 +145,6 @@ impl Connector {
         stream.connected().get_extras(&mut extras);
         Ok((stream, extras.remove().expect("every socket tells of its connection")))
     }
-}
-
-/// Trusts what the system trusts. Without TLS the system's store isn't read at all.
-fn tls(is_used: bool) -> ClientConfig {
-    let builder = || {
-        ClientConfig::builder_with_provider(Arc::new(aws_lc_rs::default_provider()))
-            .with_safe_default_protocol_versions()
-            .expect("the provider knows the default versions")
-    };
-    if is_used {
-        match builder().with_native_roots() {
-            Ok(config) => return config.with_no_client_auth(),
-            Err(error) => tracing::error!(%error, "the system has no usable root certificates"),
-        }
-    }
-    builder().with_root_certificates(RootCertStore::empty()).with_no_client_auth()
 }
 
 impl std::fmt::Debug for Connector {

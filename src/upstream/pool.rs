@@ -173,7 +173,7 @@ async fn connect(connector: Connector) -> Result<Link, BoxError> {
     let (io, conn) = connector.connect().await?;
     let (sender, driver) = http1::handshake(io).await?;
     tokio::spawn(async move {
-        if let Err(error) = driver.await {
+        if let Err(error) = driver.with_upgrades().await {
             tracing::debug!(%error, "upstream connection ended");
         }
     });

@@ -229,7 +229,8 @@ async fn b15_an_absolute_target_decides_about_the_host() {
 async fn b16_connect_goes_nowhere() {
     let pair = Pair::new().await;
     for target in ["h:22", &pair.upstream.addr().to_string()] {
-        let request = format!("CONNECT {target} HTTP/1.1\r\nhost: {target}\r\nconnection: close\r\n\r\n");
+        let request =
+            format!("CONNECT {target} HTTP/1.1\r\nhost: {target}\r\nconnection: close\r\n\r\n");
         let answer = pair.say(request).await;
         assert!(answer.starts_with("HTTP/1.1 405 "), "{answer}");
         assert!(answer.contains("\r\nallow: GET"), "{answer}");

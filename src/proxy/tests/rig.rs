@@ -153,6 +153,7 @@ fn config(endpoint: &str) -> Config {
     Config {
         server: Server {
             listen: ([127, 0, 0, 1], 0).into(),
+            tls: None,
             max_in_flight: 100,
             max_connections: 100,
             trusted_proxies: Vec::new(),

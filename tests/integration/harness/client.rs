@@ -222,4 +222,20 @@ impl H2 {
         let request = Request::get(uri).body(Full::default()).unwrap();
         self.sender.send_request(request).await
     }
+
+    /// Sends a request with these header fields.
+    pub(crate) async fn send(
+        &mut self,
+        method: Method,
+        path: &str,
+        fields: &[(&str, &str)],
+    ) -> Response<Incoming> {
+        let mut request =
+            Request::builder().method(method).uri(format!("http://{}{path}", self.addr));
+        for (name, value) in fields {
+            request = request.header(*name, *value);
+        }
+        let request = request.body(Full::default()).unwrap();
+        within(path, self.sender.send_request(request)).await.unwrap()
+    }
 }

@@ -29,6 +29,7 @@ pub(crate) fn one_limit(upstream: &Upstream, slots: u32) -> Conf {
         queue: "{ size = 2000, timeout = \"2m\" }",
         extra: [""; 4],
         tail: String::new(),
+        files: Vec::new(),
     }
 }
 
@@ -44,6 +45,8 @@ pub(crate) struct Conf {
     extra: [&'static str; 4],
     /// More lines for `[[routes]]`, and whole sections behind it.
     tail: String,
+    /// What lies beside the file.
+    files: Vec<(&'static str, String)>,
 }
 
 impl Conf {
@@ -96,6 +99,12 @@ impl Conf {
         self
     }
 
+    /// A file in the folder of the configuration.
+    pub(crate) fn file(mut self, name: &'static str, text: String) -> Self {
+        self.files.push((name, text));
+        self
+    }
+
     /// Another address for the upstream.
     pub(crate) fn endpoint(mut self, url: String) -> Self {
         self.endpoint = url;
@@ -111,6 +120,7 @@ impl Conf {
             queue,
             extra: [server_lines, store_lines, limit_lines, upstream_lines],
             tail,
+            files: _,
         } = self;
         format!(
             r#"[server]
@@ -163,6 +173,9 @@ impl Proxy {
         let (dir, addr, admin) = (TempDir::new().unwrap(), unused_addr(), unused_addr());
         let file = dir.path().join("proxy.toml");
         std::fs::write(&file, conf.text(addr, admin)).unwrap();
+        for (name, text) in &conf.files {
+            std::fs::write(dir.path().join(name), text).unwrap();
+        }
         let mut command = tidegate();
         command.args(["run", "--config"]).arg(file).envs(environment.iter().copied());
         Self::start(command, dir, addr, admin).await
@@ -262,6 +275,16 @@ impl Proxy {
             limits => limits.get(name).cloned(),
         }
         .unwrap_or_else(|| panic!("no limit {name} in {status}"))
+    }
+
+    /// Replaces a file in the folder of the configuration.
+    pub(crate) fn rewrite(&self, name: &str, text: &str) {
+        std::fs::write(self.dir.path().join(name), text).unwrap();
+    }
+
+    /// What it has written so far.
+    pub(crate) fn log(&self) -> String {
+        std::fs::read_to_string(self.dir.path().join("log")).unwrap()
     }
 
     pub(crate) fn sigterm(&self) {

@@ -35,6 +35,8 @@ use super::within;
 /// - `/big?bytes=1000` sends that many bytes
 /// - `/say?bytes=10` answers with the header lines that the request's `x-say` holds, separated by `|`, and with that many bytes or,
 ///   without `bytes`, the number of requests so far; `&status=404` with another status, `&cut=1` without the last byte
+/// - `/upgrade` answers 101 and sends back what comes, until its peer ends its half; with `&gate=1` it then waits for the gate and
+///   says `bye`
 /// - `/headers` answers with the request's head as a JSON array of lines
 ///
 /// `&name=x` gives a request a gate of its own.
@@ -211,12 +213,39 @@ async fn connection(stream: TcpStream, state: &State) -> io::Result<()> {
         let in_flight = InFlight::new(state);
         let mut request = Request::parse(String::from_utf8_lossy(&head).into_owned());
         request.body = input.body(&request).await?;
+        if request.path == "/upgrade" {
+            return tunnel(&request, input, writer, state).await;
+        }
         let answer = Answer { state, request: &request, writer: &mut writer, in_flight };
         tokio::select! {
             keep = answer.write() => if !keep? { return Ok(()) },
             () = input.closed() => return Ok(()),
         }
     }
+}
+
+async fn tunnel(
+    request: &Request,
+    mut input: Input,
+    mut writer: OwnedWriteHalf,
+    state: &State,
+) -> io::Result<()> {
+    let head = "HTTP/1.1 101 Switching\r\nconnection: upgrade\r\nupgrade: echo\r\nx-own: 1\r\n\r\n";
+    writer.write_all(head.as_bytes()).await?;
+    loop {
+        writer.write_all(&input.buffer).await?;
+        input.buffer.clear();
+        match input.more().await {
+            Ok(()) => {}
+            Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => break,
+            Err(error) => return Err(error),
+        }
+    }
+    if request.number("gate") == 1 {
+        state.gate(request.name()).acquire_owned().await.unwrap().forget();
+        writer.write_all(b"bye").await?;
+    }
+    Ok(())
 }
 
 struct Input {

@@ -1,0 +1,124 @@
+//! Certificates and keys, read from their files and checked.
+//!
+//! An `Err` is the rule that was broken, and names no contents.
+
+use std::{
+    path::{Path, PathBuf},
+    sync::Arc,
+};
+
+use rustls::{
+    RootCertStore,
+    crypto::aws_lc_rs,
+    pki_types::{CertificateDer, PrivateKeyDer, pem, pem::PemObject},
+    sign::CertifiedKey,
+};
+
+/// `tls` of `[server]`
+#[derive(Clone, Debug)]
+pub struct ServerTls {
+    /// What clients are shown.
+    pub identity: Identity,
+    /// The lowest version that is spoken.
+    pub min_version: TlsVersion,
+}
+
+/// `min_version`
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum TlsVersion {
+    /// 1.2
+    Tls12,
+    /// 1.3
+    Tls13,
+}
+
+/// `tls` of `[upstreams.<name>]`
+#[derive(Clone, Debug, Default)]
+pub struct UpstreamTls {
+    /// Who is trusted; the system's roots if not said.
+    pub roots: Option<Arc<RootCertStore>>,
+    /// What the upstream is shown if it asks.
+    pub identity: Option<Identity>,
+    /// Whether any certificate will do.
+    pub insecure: bool,
+}
+
+/// A certificate with its key, and the files both came from.
+#[derive(Clone)]
+pub struct Identity {
+    cert: PathBuf,
+    key: PathBuf,
+    certified: Arc<CertifiedKey>,
+}
+
+impl Identity {
+    /// Puts together what belongs together.
+    pub(super) fn new(
+        (cert, chain): (PathBuf, Vec<CertificateDer<'static>>),
+        (key, private): (PathBuf, PrivateKeyDer<'static>),
+    ) -> Result<Self, String> {
+        let provider = aws_lc_rs::default_provider();
+        let certified = CertifiedKey::from_der(chain, private, &provider)
+            .map_err(|_| "must be the key of the certificate, of a kind that is known")?;
+        Ok(Self { cert, key, certified: Arc::new(certified) })
+    }
+
+    /// Reads both files once more.
+    ///
+    /// # Errors
+    /// What is wrong with them now.
+    pub fn again(&self) -> Result<Self, String> {
+        let chain = chain(&self.cert).map_err(|rule| format!("the certificate {rule}"))?;
+        let key = key(&self.key).map_err(|rule| format!("the key {rule}"))?;
+        Self::new((self.cert.clone(), chain), (self.key.clone(), key))
+            .map_err(|rule| format!("the key {rule}"))
+    }
+
+    /// The files of the certificate and of its key.
+    pub fn files(&self) -> [&Path; 2] {
+        [&self.cert, &self.key]
+    }
+
+    /// What a handshake needs.
+    pub fn certified(&self) -> Arc<CertifiedKey> {
+        Arc::clone(&self.certified)
+    }
+}
+
+impl std::fmt::Debug for Identity {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Identity").field("cert", &self.cert).finish_non_exhaustive()
+    }
+}
+
+/// The certificates of a file, the first one's own first.
+pub(super) fn chain(file: &Path) -> Result<Vec<CertificateDer<'static>>, String> {
+    let certificates = CertificateDer::pem_file_iter(file).and_then(Iterator::collect);
+    let certificates: Vec<_> = certificates.map_err(unread)?;
+    if certificates.is_empty() {
+        return Err("must be a file that holds a certificate in PEM".to_owned());
+    }
+    Ok(certificates)
+}
+
+pub(super) fn key(file: &Path) -> Result<PrivateKeyDer<'static>, String> {
+    PrivateKeyDer::from_pem_file(file).map_err(|error| match error {
+        pem::Error::NoItemsFound => "must be a file that holds a private key in PEM".to_owned(),
+        error => unread(error),
+    })
+}
+
+pub(super) fn roots(file: &Path) -> Result<Arc<RootCertStore>, String> {
+    let mut roots = RootCertStore::empty();
+    for certificate in chain(file)? {
+        roots.add(certificate).map_err(|_| "holds a certificate that can't be read")?;
+    }
+    Ok(Arc::new(roots))
+}
+
+fn unread(error: pem::Error) -> String {
+    match error {
+        pem::Error::Io(error) => format!("must be a file that can be read: {error}"),
+        _ => "must be a file in PEM".to_owned(),
+    }
+}
