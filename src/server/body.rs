@@ -2,6 +2,7 @@
 //! response's, which keeps the request counted.
 
 use std::{
+    future::poll_fn,
     pin::Pin,
     sync::{
         Arc,
@@ -16,8 +17,12 @@ use http::{Request, Version, header::EXPECT};
 use http_body::{Body, Frame, SizeHint};
 use hyper::body::Incoming;
 use pin_project_lite::pin_project;
+use tokio::{runtime::Handle, time};
 
-use super::client::{ClientConn, InFlight};
+use super::{
+    client::{ClientConn, InFlight, REST},
+    watchdog::REST_TIME,
+};
 
 /// Why a request body ended early. Either way it is the client's doing.
 #[derive(Debug, thiserror::Error)]
@@ -161,16 +166,30 @@ impl Body for RequestBody {
 }
 
 impl RequestBody {
-    /// Gives the unread rest to the connection if it must be read before the connection closes.
+    /// Has the unread rest read if the client could miss the answer otherwise: on HTTP/1 by the
+    /// connection, which must close behind it; on HTTP/2 by itself, since some clients take the reset
+    /// of a stream that they are writing to for a failure, whatever was answered before it.
     fn leave(&mut self) {
         let Some(incoming) = self.end(LEFT) else {
             return;
         };
-        if let Some(link) = &self.link
-            && link.blocks_connection
-            && !link.awaits_continue
-        {
+        let Some(link) = self.link.as_ref().filter(|link| !link.awaits_continue) else {
+            return;
+        };
+        if link.blocks_connection {
             link.client.leave_rest(incoming);
+        } else if let Ok(runtime) = Handle::try_current() {
+            runtime.spawn(time::timeout(REST_TIME, read_away(incoming)));
+        }
+    }
+}
+
+async fn read_away(mut body: Incoming) {
+    let mut left = REST;
+    while let Some(Ok(frame)) = poll_fn(|cx| Pin::new(&mut body).poll_frame(cx)).await {
+        match left.checked_sub(frame.data_ref().map_or(0, Bytes::len)) {
+            Some(fewer) => left = fewer,
+            None => return,
         }
     }
 }

@@ -6,7 +6,11 @@ use http_body_util::Full;
 use hyper::client::conn::http2;
 use hyper_util::rt::{TokioExecutor, TokioIo};
 use tempfile::NamedTempFile;
-use tokio::{net::TcpStream, process::Command};
+use tokio::{
+    io::{AsyncReadExt, AsyncWriteExt},
+    net::{TcpListener, TcpStream},
+    process::Command,
+};
 
 use crate::harness::{Client, Proxy, Raw, Upstream, eventually, get, one_limit, within};
 
@@ -56,6 +60,32 @@ async fn f50_f52_curl_sees_an_early_answer_whatever_it_speaks() {
     let proxy = Proxy::spawn(&one_limit(&upstream, 1).queue("0")).await;
     let holder = Raw::get(proxy.addr(), "/gate").await;
     upstream.wait_current(1).await;
+    uploads_see(&proxy, " queue_full 503").await;
+    upstream.open(1);
+    drop(holder);
+}
+
+#[tokio::test]
+async fn f52_curl_sees_what_the_upstream_says_in_the_middle_of_an_upload() {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let url = format!("http://{}", listener.local_addr().unwrap());
+    tokio::spawn(async move {
+        let mut open = Vec::new();
+        loop {
+            let (mut stream, _) = listener.accept().await.unwrap();
+            // The head, and then nothing of the body.
+            stream.read_buf(&mut Vec::with_capacity(256)).await.unwrap();
+            let answer = "HTTP/1.1 413 Too Large\r\ncontent-length: 2\r\n\r\nno";
+            stream.write_all(answer.as_bytes()).await.unwrap();
+            open.push(stream);
+        }
+    });
+    let proxy = Proxy::spawn(&one_limit(&Upstream::spawn().await, 1).endpoint(url)).await;
+    uploads_see(&proxy, "  413").await;
+    eventually("the slot is back", async || proxy.limit("llm").await["in_use"] == 0).await;
+}
+
+async fn uploads_see(proxy: &Proxy, expected: &str) {
     let body = NamedTempFile::new().unwrap();
     std::fs::write(&body, vec![b'x'; 16_000_000]).unwrap();
     let body = format!("@{}", body.path().display());
@@ -68,12 +98,12 @@ async fn f50_f52_curl_sees_an_early_answer_whatever_it_speaks() {
             let output = within("curl", curl.output()).await.expect("curl is on the PATH");
             let text = String::from_utf8_lossy(&output.stdout).into_owned();
             let error = String::from_utf8_lossy(&output.stderr).into_owned();
-            assert!(output.status.success(), "{version} upload {upload}: {error}");
-            assert!(text.ends_with(" queue_full 503"), "{version}: {text}");
+            assert!(text.ends_with(expected), "{version} upload {upload}: {text} {error}");
+            // Over HTTP/2 curl stops an upload at a head above 399 by ending its stream short of its length, which h2 answers with a
+            // reset, and that may overtake the body.
+            assert!(output.status.success() || version != "--http1.1", "upload {upload}: {error}");
         }
     }
-    upstream.open(1);
-    drop(holder);
 }
 
 const SECRETS: [&str; 6] =
@@ -100,6 +130,7 @@ async fn j81_no_secret_is_logged_or_told() {
         client.get_with(proxy.addr(), &path, &fields).await
     };
     let mut bodies = vec![ask("/reset").await, ask("/%2e%2e/x").await];
+    eventually("the slot is back", async || proxy.limit("llm").await["in_use"] == 0).await;
     let _holder = Raw::get(proxy.addr(), "/silent").await;
     upstream.wait_current(1).await;
     bodies.push(ask("/echo").await);

@@ -282,11 +282,6 @@ impl Proxy {
         std::fs::write(self.dir.path().join(name), text).unwrap();
     }
 
-    /// What it has written so far.
-    pub(crate) fn log(&self) -> String {
-        std::fs::read_to_string(self.dir.path().join("log")).unwrap()
-    }
-
     pub(crate) fn sigterm(&self) {
         signal(self.pid(), "TERM");
     }
