@@ -11,6 +11,7 @@ use ipnet::IpNet;
 
 mod error;
 mod file;
+mod headers;
 mod policy;
 mod quick;
 mod resolve;
@@ -20,6 +21,7 @@ mod tests;
 mod tls;
 
 pub use error::ConfigError;
+pub use headers::HeaderRules;
 pub use policy::{ClassPolicy, ClassRule, Classes, Dialect, Key, Mode, Rate, Step, WeightRule};
 pub use quick::{AdminListen, QuickOptions};
 pub use tls::{Identity, ServerTls, TlsVersion, UpstreamTls};
@@ -212,6 +214,8 @@ pub struct Upstream {
     pub tls: UpstreamTls,
     /// A tunnel, such as a WebSocket's, in which nothing moves for this long is closed.
     pub tunnel_timeout: Duration,
+    /// Fields that every request to it carries.
+    pub set_headers: HeaderRules,
 }
 
 /// `on_client_gone`
@@ -259,6 +263,12 @@ pub struct Route {
     pub on_full: Vec<Step>,
     /// In which header clients say how long they will wait.
     pub deadline_header: Option<HeaderName>,
+    /// Whether the upstream sees the path without the route's.
+    pub strip_prefix: bool,
+    /// What changes in requests that are forwarded.
+    pub request_headers: HeaderRules,
+    /// What changes in every answer.
+    pub response_headers: HeaderRules,
 }
 
 impl Limit {
@@ -317,6 +327,9 @@ impl Route {
             dialect: Dialect::Problem,
             on_full: Vec::new(),
             deadline_header: None,
+            strip_prefix: false,
+            request_headers: HeaderRules::default(),
+            response_headers: HeaderRules::default(),
         }
     }
 }

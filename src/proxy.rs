@@ -16,7 +16,7 @@ use uuid::Uuid;
 use crate::{
     admission::{Admission, Arrival, Permit},
     client,
-    config::{ClassRule, Config, Dialect, Route, WeightRule},
+    config::{ClassRule, Config, Dialect, HeaderRules, Route, WeightRule},
     copies::{Copies, Interest, Tee},
     degrade::{self, Rung},
     exchange::{Failure, Held, Owner},
@@ -74,6 +74,10 @@ struct Rules {
     /// Headers that decide about admission, and count from trusted hops only.
     trusted_only: Vec<HeaderName>,
     told: Told,
+    request_headers: HeaderRules,
+    response_headers: HeaderRules,
+    /// How many bytes of the path the upstream doesn't see.
+    strip: usize,
 }
 
 /// Where an admitted request goes, and what of it.
@@ -83,6 +87,8 @@ struct Target<'a> {
     mark: Option<&'a HeaderValue>,
     trusted_only: &'a [HeaderName],
     told: &'a Told,
+    request_headers: &'a HeaderRules,
+    strip: usize,
 }
 
 /// What a step of the ladder comes to.
@@ -107,6 +113,9 @@ impl Rules {
             on_full: route.on_full.iter().map(|step| Rung::of(config, step)).collect(),
             trusted_only: class.into_iter().chain(weight).collect(),
             told: Told::of(config, &route.limits),
+            request_headers: route.request_headers.clone(),
+            response_headers: route.response_headers.clone(),
+            strip: if route.strip_prefix { route.path.trim_end_matches('/').len() } else { 0 },
         }
     }
 }
@@ -119,6 +128,8 @@ impl<'a> Target<'a> {
             mark: None,
             trusted_only: &rules.trusted_only,
             told: &rules.told,
+            request_headers: &rules.request_headers,
+            strip: rules.strip,
         }
     }
 }
@@ -185,8 +196,9 @@ impl Proxy {
         let dialect = notes.route.map(|route| self.rules[route].dialect).unwrap_or_default();
         let refuse =
             |reply: Reply| reply.spoken(dialect).grpc(is_grpc).respond(is_head, notes.queued);
-        let response = answer.unwrap_or_else(refuse);
+        let mut response = answer.unwrap_or_else(refuse);
         if let Some(route) = notes.route {
+            self.rules[route].response_headers.apply(response.headers_mut());
             self.metrics.route(route).answered(response.status(), began.elapsed());
         }
         response
@@ -392,6 +404,8 @@ impl Proxy {
         if !target.keeps_credentials {
             degrade::remove_credentials(&mut parts.headers);
         }
+        target.request_headers.apply(&mut parts.headers);
+        upstream.set_headers.apply(&mut parts.headers);
         target.told.tell(&mut parts.headers, permit);
         if let Some(host) = &upstream.host {
             parts.headers.insert(HOST, host.clone());
@@ -400,7 +414,7 @@ impl Proxy {
         if matches!(body, Outgoing::Stream(..)) && !parts.headers.contains_key(CONTENT_LENGTH) {
             parts.headers.insert(TRANSFER_ENCODING, HeaderValue::from_static("chunked"));
         }
-        let uri = upstream.target(target::path_and_query(&parts.uri));
+        let uri = upstream.target(target::path_and_query(&parts.uri), target.strip);
         parts.uri = uri.map_err(|_| Reason::BadRequest)?;
         parts.version = Version::HTTP_11;
         parts.extensions.clear();

@@ -9,7 +9,7 @@ use http::{
 use tokio::time::Instant;
 
 use crate::{
-    config::{self, HostHeader, OnClientGone},
+    config::{self, HeaderRules, HostHeader, OnClientGone},
     upload::Outgoing,
 };
 
@@ -35,6 +35,7 @@ pub(crate) struct Upstream {
     pub(crate) linger: Duration,
     pub(crate) finishes: bool,
     pub(crate) tunnel_timeout: Duration,
+    pub(crate) set_headers: HeaderRules,
 }
 
 /// Which connection a request may take.
@@ -71,11 +72,18 @@ impl Upstream {
             linger: config.linger,
             finishes: config.on_client_gone == OnClientGone::Finish,
             tunnel_timeout: config.tunnel_timeout,
+            set_headers: config.set_headers.clone(),
         }
     }
 
-    /// What a request asks for: behind the base path, the target byte for byte.
-    pub(crate) fn target(&self, target: PathAndQuery) -> Result<Uri, InvalidUri> {
+    /// What a request asks for: behind the base path, the target byte for byte, but for the first
+    /// `strip` bytes.
+    pub(crate) fn target(&self, target: PathAndQuery, strip: usize) -> Result<Uri, InvalidUri> {
+        if strip > 0 {
+            let rest = target.as_str().get(strip..).unwrap_or_default();
+            let slash = if rest.starts_with('/') { "" } else { "/" };
+            return Ok(PathAndQuery::try_from(format!("{}{slash}{rest}", self.base))?.into());
+        }
         if self.base.is_empty() && target.as_str().starts_with('/') {
             return Ok(target.into());
         }
@@ -109,6 +117,7 @@ pub(crate) mod tests {
             host: HostHeader::Upstream,
             tls: config::UpstreamTls::default(),
             tunnel_timeout: Duration::from_secs(60),
+            set_headers: HeaderRules::default(),
         }
     }
 
@@ -121,7 +130,22 @@ pub(crate) mod tests {
             ("https://h/base/", format!("/base{odd}")),
         ] {
             let upstream = Upstream::new(&config(endpoint));
-            let target = upstream.target(PathAndQuery::from_static(odd)).unwrap();
+            let target = upstream.target(PathAndQuery::from_static(odd), 0).unwrap();
+            assert_eq!(target.to_string(), expected);
+        }
+    }
+
+    #[tokio::test]
+    async fn what_is_stripped_leaves_a_path() {
+        for (endpoint, target, expected) in [
+            ("http://h", "/api/a%2Fb?q=1", "/a%2Fb?q=1"),
+            ("http://h", "/api", "/"),
+            ("http://h", "/api?q=1", "/?q=1"),
+            ("http://h/base/", "/api/x", "/base/x"),
+            ("http://h/base/", "/api", "/base/"),
+        ] {
+            let upstream = Upstream::new(&config(endpoint));
+            let target = upstream.target(PathAndQuery::from_static(target), "/api".len()).unwrap();
             assert_eq!(target.to_string(), expected);
         }
     }

@@ -18,8 +18,10 @@ use super::{
     rules,
 };
 
+mod headers;
 mod policy;
 
+pub(super) use headers::{FileFields, FileHeaderRules, FileValue};
 pub(super) use policy::{
     FileClass, FileClassPolicy, FileClassTable, FileClasses, FileQueue, FileQueueTable, FileRate,
     FileStep, FileWeight, FileWeightTable, ShortOr,
@@ -186,6 +188,8 @@ pub(super) struct FileUpstream {
     pub(super) host: Option<Spanned<String>>,
     pub(super) tls: Option<Spanned<FileUpstreamTls>>,
     pub(super) tunnel_timeout: Option<Spanned<FileDuration>>,
+    #[serde(default)]
+    pub(super) set_headers: FileFields,
 }
 
 #[derive(Debug, Default, Deserialize)]
@@ -204,6 +208,11 @@ pub(super) struct FileRoute {
     #[serde(default)]
     pub(super) on_full: Vec<Spanned<FileStep>>,
     pub(super) deadline_header: Option<Spanned<String>>,
+    pub(super) strip_prefix: Option<Spanned<bool>>,
+    #[serde(default)]
+    pub(super) request_headers: FileHeaderRules,
+    #[serde(default)]
+    pub(super) response_headers: FileHeaderRules,
 }
 
 /// A duration such as "250ms".

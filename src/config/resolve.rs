@@ -21,6 +21,7 @@ use super::{
     rules,
 };
 
+mod headers;
 mod policy;
 mod tls;
 
@@ -196,6 +197,7 @@ fn upstream(
         on_client_gone: or_text(&file.on_client_gone, "cancel", rules::on_client_gone)?,
         host: or_text(&file.host, "upstream", rules::host_header)?,
         tunnel_timeout: positive(&file.tunnel_timeout, 10 * 60_000)?,
+        set_headers: headers::setting(&file.set_headers)?,
     })
 }
 
@@ -230,6 +232,9 @@ fn route(table: &Spanned<FileRoute>, known: &Known) -> Found<Route> {
             .map(|step| policy::step(step, &known.upstreams))
             .collect::<Found<_>>()?,
         deadline_header: optional(&file.deadline_header, rules::header)?,
+        strip_prefix: file.strip_prefix.as_ref().is_some_and(|strip| *strip.get_ref()),
+        request_headers: headers::rules_of(&file.request_headers)?,
+        response_headers: headers::rules_of(&file.response_headers)?,
     })
 }
 

@@ -337,6 +337,15 @@ pub(super) fn fence_header(
     Ok(name)
 }
 
+/// A header that the operator may set or remove: whoever answered must stay visible.
+pub(super) fn ruled_header(text: &str) -> Rule<HeaderName> {
+    let name = own_header(text)?;
+    if name.as_str().starts_with("tidegate-") {
+        return Err("must not be one of Tidegate's own".to_owned());
+    }
+    Ok(name)
+}
+
 /// A request has the number of one grant.
 pub(super) fn one_fence<'a>(limits: impl Iterator<Item = &'a Limit>) -> Rule<()> {
     let fenced: Vec<_> = limits.filter(|limit| limit.fence_header.is_some()).collect();
@@ -347,6 +356,15 @@ pub(super) fn one_fence<'a>(limits: impl Iterator<Item = &'a Limit>) -> Rule<()>
             first.name, second.name
         )),
     }
+}
+
+/// Kept out of every log: it may be a secret.
+pub(super) fn header_value(text: &str) -> Rule<HeaderValue> {
+    let mut value = HeaderValue::from_str(text).map_err(
+        |_| "must be the value of a header: visible letters, spaces and tabs in one line",
+    )?;
+    value.set_sensitive(true);
+    Ok(value)
 }
 
 pub(super) fn content_type(text: &str) -> Rule<HeaderValue> {

@@ -6,8 +6,8 @@ use http::Method;
 
 use super::*;
 
+mod crossing;
 mod policy;
-mod tls;
 
 /// What a table leaves out so that the rest is a valid file.
 const REST: &str = r#"

@@ -16,6 +16,7 @@ mod hazards;
 mod http_clients;
 mod http_framing;
 mod http_identity;
+mod http_rules;
 mod http_tls;
 mod http_tunnel;
 mod limit_change;

@@ -1,4 +1,4 @@
-//! Certificates that are missing, don't belong together, or say nothing; and ways to the operators' listener.
+//! What surrounds HTTP: certificates, rules about header fields, and ways to the operators' listener.
 
 use rcgen::{CertifiedKey, KeyPair, generate_simple_self_signed};
 use tempfile::TempDir;
@@ -113,6 +113,46 @@ fn what_an_upstream_is_told_of_tls_is_checked() {
     let tls = &config.upstreams[0].tls;
     assert_eq!((tls.roots.as_ref().unwrap().len(), tls.insecure), (1, false));
     assert!(tls.identity.is_some());
+}
+
+#[test]
+fn rules_about_fields_are_checked_and_tell_no_value() {
+    let route =
+        |rules: &str| format!("[[routes]]\nupstream = \"app\"\npath = \"/a\"\n{rules}\n{REST}");
+    for (rules, expected) in [
+        (
+            "request_headers = { set = { \"a b\" = \"1\" } }",
+            "4:29: routes[0].request_headers.set.a b: must be the name",
+        ),
+        (
+            "request_headers = { set = { host = \"1\" } }",
+            "4:29: routes[0].request_headers.set.host: must be a header of its own",
+        ),
+        (
+            "response_headers = { remove = [\"tidegate-reason\"] }",
+            "4:32: routes[0].response_headers.remove[0]: must not be one of",
+        ),
+        (
+            "response_headers = { add = { a = \"1\\n2\" } }",
+            "4:34: routes[0].response_headers.add.a: must be the value",
+        ),
+        (
+            "request_headers = { sett = {} }",
+            "4:21: routes[0].request_headers.sett: unknown key, did you mean `set`?",
+        ),
+        ("strip_prefix = 1", "4:16: routes[0].strip_prefix: must be true or false"),
+    ] {
+        let line = first_line(&route(rules));
+        assert!(line.contains(expected), "{line}");
+    }
+    let text = REST.replace(
+        "limits = [",
+        "set_headers = { authorization = \"Bearer ${PASSWORD}\" }\nlimits = [",
+    );
+    let config = parse(&text).unwrap();
+    assert!(!format!("{config:?}").contains("hunter2"));
+    let broken = text.replace("${PASSWORD}", "${PASSWORD}\\u0000");
+    assert!(!error_of(&broken).contains("hunter2"), "{}", error_of(&broken));
 }
 
 #[test]
