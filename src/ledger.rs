@@ -239,6 +239,8 @@ impl Ledger {
         let fleet = self.fleet.get_or_insert_default();
         if lost {
             fleet.recovery = now;
+            // Where the clock went back: the dead would else live until it has caught up.
+            self.instances.values_mut().for_each(|seen| *seen = now.min(*seen));
         }
         if now < fleet.last || now - fleet.last >= LAST_STEP {
             fleet.last = now;

@@ -44,3 +44,9 @@ if not last then
 elseif now < last - CLOCK_SLACK or now - last > gap then
   recovery = now
 end
+if recovery == now then
+  -- Where the clock went back: the dead would else live until it has caught up.
+  for _, instance in ipairs(redis.call('ZRANGE', instances, '(' .. now_text, '+inf', 'BYSCORE')) do
+    redis.call('ZADD', instances, now, instance)
+  end
+end
