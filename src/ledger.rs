@@ -229,7 +229,13 @@ impl Ledger {
             return Err(Stale);
         }
         let lost = match &mut self.fleet {
-            Some(fleet) => now < fleet.last - CLOCK_SLACK || now - fleet.last > caller.gap,
+            Some(fleet) if now < fleet.last - CLOCK_SLACK => {
+                // Or sets that are long empty would seem lost until the clock has caught up.
+                let back = fleet.last - now;
+                fleet.live.values_mut().for_each(|live| *live -= back);
+                true
+            }
+            Some(fleet) => now - fleet.last > caller.gap,
             None => {
                 self.fleet = Some(Fleet { run: run.into(), last: now, ..Fleet::default() });
                 self.instances.insert(caller.instance, now);

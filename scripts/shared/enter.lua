@@ -44,6 +44,19 @@ if not last then
 elseif now < last - CLOCK_SLACK or now - last > gap then
   recovery = now
 end
+if last and now < last - CLOCK_SLACK then
+  -- Or sets that are long empty would seem lost until the clock has caught up.
+  local fields = redis.call('HGETALL', fleet)
+  for i = 1, #fields, 2 do
+    if string.find(fields[i], '^live:') then
+      local live = tonumber(fields[i + 1]) - (last - now)
+      redis.call('HSET', fleet, fields[i], live)
+      for set = 1, set_count do
+        if fields[i] == 'live:' .. ARGV[4 + 2 * set] then facts[3 + set] = tostring(live) end
+      end
+    end
+  end
+end
 if recovery == now then
   -- Where the clock went back: the dead would else live until it has caught up.
   for _, instance in ipairs(redis.call('ZRANGE', instances, '(' .. now_text, '+inf', 'BYSCORE')) do
