@@ -616,6 +616,9 @@ impl Keeper {
         self.connected = false;
         self.cool(now);
         self.orders.clear();
+        if self.leaving == Leaving::Said {
+            self.leaving = Leaving::Wanted;
+        }
         self.give_up_after(failures, now);
         let mut asking = Vec::new();
         for (&id, entry) in &mut self.entries {
