@@ -248,7 +248,11 @@ impl Keeper {
     /// Waiters of ours were handed slots with a full lease.
     pub(in crate::leases) fn on_granted(&mut self, granted: &[Uuid], sent: Instant, now: Instant) {
         for &id in granted {
-            let Some(entry) = self.entries.get_mut(&id) else { continue };
+            let Some(entry) = self.entries.get_mut(&id) else {
+                // Of a store that went back to an older memory.
+                self.return_stray(id, now);
+                continue;
+            };
             match entry.phase {
                 // Asked again meanwhile: that answer will say the same.
                 Phase::Waiting if entry.ask.wants.len() == 1 => self.hand_over(id, sent, now, None),
