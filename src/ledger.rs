@@ -29,6 +29,7 @@ const GRANTS_PER_CALL: usize = 256;
 
 /// Everything the store remembers.
 #[derive(Debug, Default)]
+#[cfg_attr(test, derive(Clone))]
 pub struct Ledger {
     fleet: Option<Fleet>,
     instances: HashMap<Uuid, i64>,
@@ -43,6 +44,7 @@ pub struct Ledger {
 
 /// When requests passed, in order, and how long that counts, ms.
 #[derive(Debug, Default)]
+#[cfg_attr(test, derive(Clone))]
 struct Window {
     length: i64,
     passed: BTreeSet<(i64, Uuid)>,
@@ -50,6 +52,7 @@ struct Window {
 
 /// What the store remembers of the whole fleet.
 #[derive(Debug, Default)]
+#[cfg_attr(test, derive(Clone))]
 struct Fleet {
     last: i64,
     run: Box<str>,

@@ -3,6 +3,8 @@
 use super::*;
 use crate::store::{ClassSpec, MemoryStore, SetSpec, Want};
 
+mod simulation;
+
 fn spec(slots: u32, queue: u32) -> Arc<SetSpec> {
     Arc::new(SetSpec {
         key: Arc::from("llm"),

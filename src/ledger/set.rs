@@ -20,6 +20,7 @@ mod testing;
 
 /// One semaphore.
 #[derive(Debug, Default)]
+#[cfg_attr(test, derive(Clone))]
 pub(super) struct Set {
     /// Holder → score (when the lease was taken or renewed) and weight.
     slots: HashMap<Uuid, (i64, u32)>,
@@ -40,6 +41,7 @@ pub(super) struct Set {
 
 /// Whether members went, and how long those that came will stay.
 #[derive(Debug, Default)]
+#[cfg_attr(test, derive(Clone))]
 struct Changed {
     removed: bool,
     until: i64,
@@ -48,6 +50,7 @@ struct Changed {
 
 /// The small facts of a semaphore.
 #[derive(Debug, Default)]
+#[cfg_attr(test, derive(Clone))]
 struct Meta {
     /// N in force.
     slots: Option<u32>,

@@ -1,6 +1,6 @@
 //! What tests see of the ledger, spelled as Redis would keep it, and what they do to it behind the operations' back.
 
-use std::collections::BTreeMap;
+use std::{collections::BTreeMap, sync::Arc};
 
 use super::{Ledger, Set, SetSpec, Uuid};
 
@@ -19,7 +19,43 @@ pub(crate) enum Part {
     Wait(&'static str),
 }
 
+/// Somebody in a queue.
+#[derive(Clone, Debug)]
+pub(crate) struct Waiter {
+    pub(crate) class: usize,
+    pub(crate) ticket: u64,
+    pub(crate) id: Uuid,
+    /// None where that was lost.
+    pub(crate) instance: Option<Uuid>,
+}
+
 impl Ledger {
+    /// Who waits, each class in its order.
+    pub(crate) fn queue(&self, set: &str) -> Vec<Waiter> {
+        self.sets.get(set).map(Set::queue).unwrap_or_default()
+    }
+
+    /// What a key's time to live does to a set that nobody has touched for two leases.
+    pub(crate) fn expire(&mut self, set: &str) {
+        self.sets.remove(set);
+    }
+
+    /// Turns every queue around.
+    pub(crate) fn reverse_queues(&mut self) {
+        self.sets.values_mut().for_each(Set::reverse_queues);
+    }
+
+    /// What an instance holds as far as is known: set, id, slots.
+    pub(crate) fn held_by(&self, instance: Uuid) -> Vec<(Arc<str>, Uuid, u32)> {
+        let sets = self.sets.iter();
+        let held = sets.flat_map(|(key, set)| {
+            set.held_by(instance).map(|(id, weight)| (Arc::clone(key), id, weight))
+        });
+        let mut held = Vec::from_iter(held);
+        held.sort_unstable();
+        held
+    }
+
     pub(crate) fn dump(&self, sets: &[&SetSpec]) -> Dump {
         let mut dump = Dump::new();
         let mut fleet = BTreeMap::new();

@@ -111,6 +111,17 @@ impl Keeper {
     }
 }
 
+#[cfg(test)]
+impl Keeper {
+    /// How many ids are listed for requests that ask, wait or run, and how many things besides.
+    pub(in crate::leases) fn listed(&self) -> (usize, usize) {
+        let is_leaving = |entry: &&Entry| matches!(entry.phase, Phase::Leaving | Phase::Releasing);
+        let leaving = self.entries.values().filter(is_leaving).count();
+        let queues = self.new.len() + self.gone.len() + self.deadlines.len();
+        (self.entries.len() - leaving, leaving + queues)
+    }
+}
+
 /// The beats of a heartbeat: one for each limit without a key, and one for each set of a key's value that is in use.
 struct Beats {
     list: Vec<Beat>,

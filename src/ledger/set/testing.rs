@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use super::{Set, SetSpec};
 use crate::ledger::{
     ClassSpec, Uuid,
-    testing::{Dump, Part},
+    testing::{Dump, Part, Waiter},
 };
 
 impl Set {
@@ -31,6 +31,34 @@ impl Set {
             let queue = queue.map(|(ticket, id)| (id.to_string(), ticket.to_string())).collect();
             into.insert(format!("{} wait {name}", spec.key), queue);
         }
+    }
+
+    pub(in crate::ledger) fn queue(&self) -> Vec<Waiter> {
+        let queues = self.wait.iter().enumerate();
+        let waiters = queues.flat_map(|(class, queue)| {
+            queue.iter().map(move |(&ticket, &id)| {
+                let instance = self.info.get(&id).map(|info| info.instance);
+                Waiter { class, ticket, id, instance }
+            })
+        });
+        waiters.collect()
+    }
+
+    pub(in crate::ledger) fn reverse_queues(&mut self) {
+        for queue in &mut self.wait {
+            let ids = Vec::from_iter(queue.values().rev().copied());
+            for ((ticket, waiter), id) in queue.iter_mut().zip(ids) {
+                *waiter = id;
+                if let Some(info) = self.info.get_mut(&id) {
+                    info.ticket = *ticket;
+                }
+            }
+        }
+    }
+
+    pub(in crate::ledger) fn held_by(&self, instance: Uuid) -> impl Iterator<Item = (Uuid, u32)> {
+        let slots = self.slots.iter().map(|(&id, &(_, weight))| (id, weight));
+        slots.filter(move |(id, _)| self.info.get(id).is_some_and(|info| info.instance == instance))
     }
 
     fn dump_meta(&self) -> BTreeMap<String, String> {
