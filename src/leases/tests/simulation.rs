@@ -4,7 +4,11 @@
 //! every step the laws of `law.rs` are checked; in the end all faults are over and nothing may be left. A seed that breaks
 //! a law is run again to tell its story.
 //!
-//! `TIDEGATE_SIM_SEEDS` says how many seeds, `TIDEGATE_SIM_SEED` which one (first), `TIDEGATE_SIM_STEPS` how long.
+//! `TIDEGATE_SIM_SEEDS` says how many seeds, `TIDEGATE_SIM_SEED` which one (first), `TIDEGATE_SIM_STEPS` how long,
+//! `TIDEGATE_SIM_TAIL` how many lines of the story are printed.
+//!
+//! Not simulated: rates, shadow mode, leases of different lengths, plain clients, evictions, two servers that both believe
+//! to be the primary, an upstream that never notices that an instance died, and steps of the clock below five seconds.
 
 use std::fmt;
 

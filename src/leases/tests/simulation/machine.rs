@@ -244,7 +244,7 @@ impl World {
         self.plan_in(OP_TIMEOUT, Happening::TimedOut { machine: at, line, number });
         let wire = &mut self.lines[line];
         if wire.reset {
-            let result = Err(StoreError::Unavailable("reset".to_owned()));
+            let result = Box::new(Err(StoreError::Unavailable("reset".to_owned())));
             self.plan_in(latency, Happening::Answered { machine: at, line, result });
         } else if is_through {
             wire.last_arrival = wire.last_arrival.max(now + latency);
@@ -287,7 +287,7 @@ impl World {
             let wire = &mut self.lines[line];
             wire.last_answer = wire.last_answer.max(self.now + latency);
             let answered = wire.last_answer;
-            let result = result.map_err(|Stale| StoreError::Stale);
+            let result = Box::new(result.map_err(|Stale| StoreError::Stale));
             self.plan_at(answered, Happening::Answered { machine: at, line, result });
         }
     }

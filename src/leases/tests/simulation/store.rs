@@ -433,10 +433,10 @@ impl World {
 
     /// The keeper zips its renewals with the outcomes, and is told that all were kept.
     fn restore_reply(&self, mut reply: Reply) -> Reply {
-        if self.plan.is(Mutant::BlindRenewal) || self.plan.is(Mutant::InstanceHeartbeat) {
-            if let Some(beat) = &mut reply.heartbeat {
-                beat.renewed = vec![Renewed::Kept; 1_000];
-            }
+        let is_blind =
+            self.plan.is(Mutant::BlindRenewal) || self.plan.is(Mutant::InstanceHeartbeat);
+        if let Some(beat) = reply.heartbeat.as_mut().filter(|_| is_blind) {
+            beat.renewed = vec![Renewed::Kept; 1_000];
         }
         reply
     }

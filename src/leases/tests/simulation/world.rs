@@ -42,7 +42,7 @@ pub(super) enum Happening {
     Answered {
         machine: usize,
         line: usize,
-        result: Result<Reply, StoreError>,
+        result: Box<Result<Reply, StoreError>>,
     },
     TimedOut {
         machine: usize,
@@ -240,7 +240,7 @@ impl World {
             Happening::Opened { machine, attempt, well } => self.opened(machine, attempt, well),
             Happening::Reopen { machine, attempt } => self.reopen(machine, attempt),
             Happening::Arrives { line } => self.arrives(line),
-            Happening::Answered { machine, line, result } => self.answered(machine, line, result),
+            Happening::Answered { machine, line, result } => self.answered(machine, line, *result),
             Happening::TimedOut { machine, line, number } => self.timed_out(machine, line, number),
             Happening::Broke { machine, line } => self.broke(machine, line),
             Happening::Pushed { machine, event } => self.hears(machine, event),
