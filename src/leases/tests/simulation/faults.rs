@@ -285,6 +285,9 @@ impl World {
             Part::Wait("low"),
         ];
         let part = parts[self.rng.usize(..parts.len())];
+        if self.store.fleet_lost.is_some_and(|lost| self.now < lost + self.plan.lease) {
+            return;
+        }
         tell!(self, "{part:?} is lost");
         self.store.lose(set, part, self.now, self.plan.lease);
     }

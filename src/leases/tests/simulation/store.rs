@@ -47,6 +47,9 @@ pub(super) struct Store {
     /// Since when an id holds a grant that its owner hasn't confirmed.
     granted: HashMap<(usize, Uuid), Instant>,
     fence: u64,
+    /// When the fleet's key was lost alone. What the sets' own keys lose then goes unnoticed for a moment: one key at a
+    /// time is what is promised.
+    pub(super) fleet_lost: Option<Instant>,
     /// The latest may be forgotten.
     fence_lost: bool,
     pub(super) clock_went_back: bool,
@@ -78,6 +81,7 @@ impl Store {
             idle: vec![None; sets],
             granted: HashMap::default(),
             fence: 0,
+            fleet_lost: None,
             fence_lost: false,
             clock_went_back: false,
             snapshot: None,
@@ -115,7 +119,7 @@ impl Store {
     /// The most slots in force since a moment.
     pub(super) fn most_since(&self, set: usize, since: Instant) -> u32 {
         let history = &self.slots[set];
-        let first = history.iter().rposition(|(at, _)| *at <= since).unwrap_or(0);
+        let first = history.iter().rposition(|(at, _)| *at < since).unwrap_or(0);
         history[first..].iter().map(|(_, slots)| *slots).max().unwrap_or(0)
     }
 
@@ -165,7 +169,10 @@ impl Store {
         });
         self.ledger.lose(&key, part);
         match part {
-            Part::Fleet => self.forget_fences(),
+            Part::Fleet => {
+                self.fleet_lost = Some(now);
+                self.forget_fences();
+            }
             Part::Slots if held => self.lose_holders(Some(set), now),
             _ => {}
         }
@@ -250,8 +257,15 @@ impl World {
         1_700_000_000_000 + since + self.store.ahead
     }
 
+    /// Who waits in each set and holds nothing of it.
     fn queues(&self) -> Vec<Vec<Waiter>> {
-        self.store.specs.iter().map(|spec| self.store.ledger.queue(&spec.key)).collect()
+        let ledger = &self.store.ledger;
+        let of = |spec: &SetSpec| {
+            let mut queue = ledger.queue(&spec.key);
+            queue.retain(|waiter| !ledger.holds(&spec.key, waiter.id));
+            queue
+        };
+        self.store.specs.iter().map(of).collect()
     }
 
     fn account_releases(&mut self, releases: &[Release]) {
