@@ -24,7 +24,7 @@ use crate::{
     admin::{self, Admin},
     admission::Admission,
     cli,
-    config::{AdminListen, Config, QuickOptions, Secret, StoreKind},
+    config::{AdminListen, Config, QuickOptions, Recovery, Secret, StoreKind},
     demo,
     metrics::Metrics,
     proxy::Proxy,
@@ -51,8 +51,8 @@ pub enum StartError {
     /// A listener couldn't be bound.
     #[error("can't listen on {0}: {1}")]
     Bind(SocketAddr, io::Error),
-    /// The store's settings make no sense.
-    #[error("store: {0}")]
+    /// The store can't be used.
+    #[error("{0}")]
     Store(#[from] StoreError),
 }
 
@@ -60,11 +60,21 @@ impl App {
     /// Binds every socket, so that addresses are known and taken before anything runs.
     ///
     /// # Errors
-    /// [`StartError`] when an address can't be bound or the store can't be made.
+    /// [`StartError`] when an address can't be bound or the store is one that can't be used.
     pub async fn bind(config: Config) -> Result<Self, StartError> {
         let store: Arc<dyn SlotStore> = match &config.store.kind {
             StoreKind::Memory => Arc::new(MemoryStore::new()),
-            StoreKind::Redis(url) => RedisStore::new(url, &config.store)?,
+            StoreKind::Redis(at) => {
+                let strict = config.limits.iter().any(|limit| limit.recovery == Recovery::Strict);
+                let store = RedisStore::new(at, &config.store, strict)?;
+                match store.open().await {
+                    Err(error @ StoreError::Unfit(_)) => return Err(error.into()),
+                    // It may come yet, and until then `when_down` holds.
+                    Err(error) => tracing::warn!(%error, "starting without the store"),
+                    Ok(_) => {}
+                }
+                store
+            }
         };
         Self::bind_with(config, store).await
     }

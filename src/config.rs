@@ -89,6 +89,8 @@ pub struct Admin {
 pub struct Store {
     /// Which store.
     pub kind: StoreKind,
+    /// Who is trusted where the connection is encrypted, and as whom.
+    pub tls: StoreTls,
     /// Goes in front of every key.
     pub prefix: String,
     /// How long one call of the store may take.
@@ -104,8 +106,35 @@ pub struct Store {
 pub enum StoreKind {
     /// Counts per process.
     Memory,
-    /// Counts fleet-wide in the Redis at this URL (`redis://` or `rediss://`), which may hold a password.
-    Redis(Secret),
+    /// Counts fleet-wide in a Redis.
+    Redis(RedisAt),
+}
+
+/// Where a Redis is.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct RedisAt {
+    /// `redis://` or `rediss://`; may hold a password. Where Sentinels are asked, its address is that of the first of them.
+    pub url: Secret,
+    /// Whoever knows the address of the primary, if that isn't the URL's.
+    pub sentinels: Option<Sentinels>,
+}
+
+/// `redis+sentinel://host:port,…/name`
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Sentinels {
+    /// Host and port of each.
+    pub addrs: Vec<(String, u16)>,
+    /// What they call the primary.
+    pub name: String,
+}
+
+/// `store.tls`, as the texts of the files that it names.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct StoreTls {
+    /// Whom to trust; the system's roots if none.
+    pub ca: Option<String>,
+    /// Certificate and key that the server may ask for.
+    pub client: Option<(String, Secret)>,
 }
 
 /// `when_down`

@@ -71,6 +71,9 @@ pub enum StoreError {
     /// No answer within the operation's timeout.
     #[error("the store didn't answer in time")]
     Timeout,
+    /// A server answers that can't hold slots, or not for us, and won't by itself.
+    #[error("the store can't be used: {0}")]
+    Unfit(String),
     /// A newer connection of this instance exists; nothing was applied.
     #[error("the call came from an older connection and did nothing")]
     Stale,
@@ -124,7 +127,7 @@ pub trait SlotStore: Send + Sync + fmt::Debug {
     /// Opens an ordered connection.
     ///
     /// # Errors
-    /// [`StoreError::Unavailable`] or [`StoreError::Timeout`] when there is none to be had.
+    /// [`StoreError::Unavailable`], [`StoreError::Timeout`] or [`StoreError::Unfit`] when there is none to be had.
     fn open(&self) -> BoxFuture<'_, Result<Arc<dyn Link>, StoreError>>;
 
     /// Starts the subscription of an instance. It lives until the store is dropped, and reconnects by itself.

@@ -144,10 +144,19 @@ impl fmt::Debug for FileAdmin {
 #[serde(deny_unknown_fields, expecting = "a table")]
 pub(super) struct FileStore {
     pub(super) url: Option<Spanned<String>>,
+    pub(super) tls: Option<Spanned<FileStoreTls>>,
     pub(super) op_timeout: Option<Spanned<FileDuration>>,
     pub(super) when_down: Option<Spanned<String>>,
     pub(super) prefix: Option<Spanned<String>>,
     pub(super) digest_key: Option<Spanned<String>>,
+}
+
+#[derive(Debug, Default, Deserialize)]
+#[serde(deny_unknown_fields, expecting = "a table such as { ca = \"ca.pem\" }")]
+pub(super) struct FileStoreTls {
+    pub(super) ca: Option<Spanned<String>>,
+    pub(super) client_cert: Option<Spanned<String>>,
+    pub(super) client_key: Option<Spanned<String>>,
 }
 
 impl fmt::Debug for FileStore {

@@ -12,11 +12,11 @@ use http::uri::Scheme;
 use toml::Spanned;
 
 use super::{
-    Admin, Config, HostPattern, Limit, OnLeaseLost, Route, Server, Step, Store, Upstream,
+    Admin, Config, HostPattern, Limit, OnLeaseLost, Route, Server, Step, Store, StoreTls, Upstream,
     error::Problem,
     file::{
         FileAdmin, FileConfig, FileDuration, FileLimit, FileRoute, FileServer, FileStore,
-        FileUpstream, Named,
+        FileStoreTls, FileUpstream, Named,
     },
     rules,
 };
@@ -117,13 +117,37 @@ fn admin(file: &FileAdmin) -> Found<Admin> {
 fn store(file: &FileStore) -> Found<Store> {
     let prefix = text(&file.prefix, "");
     or_text(&file.prefix, "", rules::prefix)?;
+    let kind = or_text(&file.url, "memory:", rules::store_kind)?;
+    let tls = match &file.tls {
+        Some(tls) => {
+            rules::is_encrypted(&kind).at(tls.span())?;
+            store_tls(tls)?
+        }
+        None => StoreTls::default(),
+    };
     Ok(Store {
-        kind: or_text(&file.url, "memory:", rules::store_kind)?,
+        kind,
+        tls,
         prefix: prefix.to_owned(),
         op_timeout: positive(&file.op_timeout, 400)?,
         when_down: or_text(&file.when_down, "local-share", rules::when_down)?,
         digest_key: optional(&file.digest_key, rules::secret)?,
     })
+}
+
+fn store_tls(table: &Spanned<FileStoreTls>) -> Found<StoreTls> {
+    let file = table.get_ref();
+    let cert = optional(&file.client_cert, rules::certificates)?;
+    let key = optional(&file.client_key, rules::private_key)?;
+    let client = match (cert, key) {
+        (Some(cert), Some(key)) => Some((cert, key)),
+        (None, None) => None,
+        _ => {
+            let rule = "client_cert and client_key must be given together";
+            return Err(Problem::new(table.span(), rule));
+        }
+    };
+    Ok(StoreTls { ca: optional(&file.ca, rules::certificates)?, client })
 }
 
 fn limit(

@@ -8,12 +8,16 @@ use std::{
 };
 
 use deadpool_redis::redis::IntoConnectionInfo;
-use http::{HeaderName, HeaderValue, Method, StatusCode, Uri, header, uri::PathAndQuery};
+use http::{
+    HeaderName, HeaderValue, Method, StatusCode, Uri, header,
+    uri::{Authority, PathAndQuery},
+};
 use ipnet::IpNet;
+use rustls::pki_types::{CertificateDer, PrivateKeyDer, pem::PemObject};
 
 use super::{
     Dialect, HostHeader, HostPattern, Key, Limit, MOST_SLOTS, Mode, OnClientGone, OnLeaseLost,
-    Recovery, Secret, StoreKind, TlsVersion, WhenDown,
+    Recovery, RedisAt, Secret, Sentinels, StoreKind, TlsVersion, WhenDown,
 };
 
 type Rule<T> = Result<T, String>;
@@ -154,19 +158,88 @@ pub(super) fn store_kind(url: &str) -> Rule<StoreKind> {
     if url == "memory:" {
         return Ok(StoreKind::Memory);
     }
-    if !url.starts_with("redis://") && !url.starts_with("rediss://") {
-        return Err(r#"must be "memory:" or begin with redis:// or rediss://"#.to_owned());
-    }
-    // The client's own parser decides, but it drops line breaks, and its error may repeat the password.
-    if url.contains(|letter: char| letter.is_whitespace() || letter.is_control())
-        || url.into_connection_info().is_err()
-    {
+    let schemes = [
+        ("redis://", "redis", false),
+        ("rediss://", "rediss", false),
+        ("redis+sentinel://", "redis", true),
+        ("rediss+sentinel://", "rediss", true),
+    ];
+    let found = schemes
+        .iter()
+        .find_map(|(begin, plain, asked)| Some((url.strip_prefix(begin)?, plain, asked)));
+    let Some((rest, plain, &has_sentinels)) = found else {
         return Err(
-            "must be a Redis URL, redis://[user][:password@]host[:port][/database], with special characters in user and password percent-encoded"
+            r#"must be "memory:" or begin with redis://, rediss://, redis+sentinel:// or rediss+sentinel://"#
                 .to_owned(),
         );
+    };
+    if !has_sentinels {
+        let url = redis_url(url.to_owned()).ok_or(
+            "must be a Redis URL, redis://[user][:password@]host[:port][/database], with special characters in user and password percent-encoded",
+        )?;
+        return Ok(StoreKind::Redis(RedisAt { url, sentinels: None }));
     }
-    Ok(StoreKind::Redis(Secret(url.to_owned())))
+    let at = sentinels(rest, plain).ok_or(
+        "must be redis+sentinel://[user][:password@]host:port,host2:port/name-of-the-primary, with special characters in user and password percent-encoded",
+    )?;
+    Ok(StoreKind::Redis(at))
+}
+
+/// The client's own parser decides, but it drops line breaks, and its error may repeat the password.
+fn redis_url(url: String) -> Option<Secret> {
+    let is_one_word = !url.contains(|letter: char| letter.is_whitespace() || letter.is_control());
+    (is_one_word && url.as_str().into_connection_info().is_ok()).then_some(Secret(url))
+}
+
+/// What stands behind the scheme of a URL with Sentinels: who to be, who to ask, and for whom.
+fn sentinels(rest: &str, scheme: &str) -> Option<RedisAt> {
+    let (authority, name) = rest.split_once('/')?;
+    let (login, hosts) = authority.rsplit_once('@').unwrap_or(("", authority));
+    let addrs: Vec<_> = hosts
+        .split(',')
+        .map(|host| {
+            redis_url(format!("redis://{host}"))?;
+            let authority = host.parse::<Authority>().ok()?;
+            let host = authority.host().trim_matches(['[', ']']).to_owned();
+            Some((host, authority.port_u16().unwrap_or(26_379)))
+        })
+        .collect::<Option<_>>()?;
+    let at = if login.is_empty() { "" } else { "@" };
+    let url = redis_url(format!("{scheme}://{login}{at}{}", hosts.split(',').next()?))?;
+    self::name(name).ok()?;
+    let sentinels = Some(Sentinels { addrs, name: name.to_owned() });
+    Some(RedisAt { url, sentinels })
+}
+
+/// Certificates mean something only where the connection is encrypted.
+pub(super) fn is_encrypted(kind: &StoreKind) -> Rule<()> {
+    match kind {
+        StoreKind::Redis(at) if at.url.0.starts_with("rediss://") => Ok(()),
+        _ => Err("needs a url that begins with rediss:// or rediss+sentinel://".to_owned()),
+    }
+}
+
+/// The text of a file with certificates.
+pub(super) fn certificates(path: &str) -> Rule<String> {
+    let text = std::fs::read_to_string(path).map_err(unread)?;
+    let all: Result<Vec<_>, _> = CertificateDer::pem_slice_iter(text.as_bytes()).collect();
+    match all {
+        Ok(all) if !all.is_empty() => Ok(text),
+        _ => Err("must be a file with certificates in PEM".to_owned()),
+    }
+}
+
+/// The text of a file with a key.
+pub(super) fn private_key(path: &str) -> Rule<Secret> {
+    let text = std::fs::read_to_string(path).map_err(unread)?;
+    match PrivateKeyDer::from_pem_slice(text.as_bytes()) {
+        Ok(_) => Ok(Secret(text)),
+        Err(_) => Err("must be a file with a private key in PEM".to_owned()),
+    }
+}
+
+fn unread(error: std::io::Error) -> String {
+    format!("the file can't be read: {error}")
 }
 
 pub(super) fn prefix(text: &str) -> Rule<()> {

@@ -84,13 +84,35 @@ const BAD_HEADS: &[(&str, &str)] = &[
     ("admin = 5", "1:9: admin: must be a table"),
     (
         "[store]\nurl = \"memory\"",
-        "2:7: store.url: must be \"memory:\" or begin with redis:// or rediss://",
+        "2:7: store.url: must be \"memory:\" or begin with redis://, rediss://, redis+sentinel:// or",
     ),
-    ("[store]\nurl = \"redis+sentinel://a/b\"", "2:7: store.url: must be \"memory:\" or"),
+    (
+        "[store]\nurl = \"redis+sentinel://a:1,b:x/main\"",
+        "2:7: store.url: must be redis+sentinel://[user][:password@]host:port,host2:port/name-of",
+    ),
+    ("[store]\nurl = \"redis+sentinel://a,b\"", "2:7: store.url: must be redis+sentinel://"),
+    ("[store]\nurl = \"redis+sentinel://a,,b/main\"", "2:7: store.url: must be redis+sentinel://"),
+    ("[store]\nurl = \"redis+sentinel://a/ma in\"", "2:7: store.url: must be redis+sentinel://"),
+    (
+        "[store]\nurl = \"redis://a\"\ntls = { ca = \"Cargo.toml\" }",
+        "3:7: store.tls: needs a url that begins with rediss:// or rediss+sentinel://",
+    ),
+    (
+        "[store]\nurl = \"rediss://a\"\ntls = { ca = \"nowhere.pem\" }",
+        "3:14: store.tls.ca: the file can't be read: No such file",
+    ),
+    (
+        "[store]\nurl = \"rediss://a\"\ntls = { ca = \"Cargo.toml\" }",
+        "3:14: store.tls.ca: must be a file with certificates in PEM",
+    ),
+    (
+        "[store]\nurl = \"rediss://a\"\ntls = { client_key = \"Cargo.toml\" }",
+        "3:22: store.tls.client_key: must be a file with a private key in PEM",
+    ),
     ("[store]\nurl = \"redis://host:port\"", "2:7: store.url: must be a Redis URL"),
     (
         "[store]\nfailover = \"open\"",
-        "2:1: store.failover: unknown key, expected one of url, op_timeout, when_down, prefix, digest_key",
+        "2:1: store.failover: unknown key, expected one of url, tls, op_timeout, when_down, prefix, digest_key",
     ),
     ("[store]\nprefix = \"a b\"", "2:10: store.prefix: must be at most 128 printable"),
     (
@@ -444,7 +466,7 @@ fn every_key_is_read() {
     assert_eq!(config.server.trusted_proxies[1].to_string(), "::1/128");
     assert_eq!(config.server.drain_timeout, Duration::from_secs(65));
     let url = "rediss://user:hunter2@host:6380/3".to_owned();
-    assert_eq!(config.store.kind, StoreKind::Redis(Secret(url)));
+    assert_eq!(config.store.kind, StoreKind::Redis(RedisAt { url: Secret(url), sentinels: None }));
     assert_eq!(config.store.prefix, "{tidegate}:");
     let names: Vec<_> = config.limits.iter().map(|limit| &*limit.name).collect();
     assert_eq!(names, ["z", "b", "a"]);

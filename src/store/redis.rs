@@ -10,12 +10,9 @@ use std::{
 };
 
 use deadpool_redis::{
-    Connection, Manager, Pool, PoolError, Runtime,
+    Connection, PoolError,
     redis::{
-        AsyncConnectionConfig, Client, Cmd, ConnectionInfo, ErrorKind, IntoConnectionInfo,
-        Pipeline, RedisError, ServerErrorKind, Value,
-        aio::MultiplexedConnection,
-        io::tcp::{TcpSettings, socket2::TcpKeepalive},
+        Cmd, ErrorKind, Pipeline, RedisError, ServerErrorKind, Value, aio::MultiplexedConnection,
     },
 };
 use tokio::{task::JoinSet, task::unconstrained};
@@ -27,77 +24,88 @@ use super::{
     keys::Keys,
     scripts::{self, Writer},
 };
-use crate::config::{Secret, Store as Settings};
+use crate::config::{RedisAt, Store as Settings};
 
+mod finder;
 mod server;
 mod subscription;
 
-use self::server::Server;
+use self::{
+    finder::{Finder, Primary},
+    server::{Found, Needs, Server},
+};
 
-/// The link, its successor while that is being opened, and one for those who look.
-const CONNECTIONS: usize = 3;
-/// Commands that may stand in line for the socket before a caller has to wait.
-const COMMANDS_IN_LINE: usize = 1_024;
-/// Bytes that the socket's buffer may hold before a flush is forced.
-const WRITE_BUFFER: usize = 64 * 1_024;
+/// Nodes of a Cluster that are asked before one of them must be the owner.
+const MOST_HOPS: usize = 3;
 
 /// Slots counted in Redis.
 pub struct RedisStore {
-    pool: Pool,
-    client: Client,
+    finder: Arc<Finder>,
     keys: Arc<Keys>,
+    needs: Needs,
     op_timeout: Duration,
+    /// What was last said about the server.
+    remarks: Mutex<Vec<String>>,
     /// Dropping the store aborts them.
-    subscriptions: Mutex<JoinSet<()>>,
+    tasks: Mutex<JoinSet<()>>,
 }
 
 impl RedisStore {
-    /// A store in the Redis at `url`. Connects to nothing yet.
+    /// A store in a Redis, for limits of which any has a strict recovery or none. Connects to nothing yet.
     ///
     /// # Errors
-    /// [`StoreError::Unavailable`] if the URL isn't one of a Redis.
-    pub fn new(url: &Secret, settings: &Settings) -> Result<Arc<Self>, StoreError> {
-        // The URL may hold a password, so no error may carry it.
-        let wrong = |_| StoreError::Unavailable("the store's URL is not valid".to_owned());
-        let info = connection_info(url.0.as_str(), settings.op_timeout).map_err(wrong)?;
-        let config = AsyncConnectionConfig::new()
-            .set_connection_timeout(Some(settings.op_timeout))
-            .set_response_timeout(Some(settings.op_timeout))
-            .set_pipeline_buffer_size(COMMANDS_IN_LINE)
-            .set_write_backpressure_boundary(WRITE_BUFFER);
-        let client = Client::open(info.clone()).map_err(wrong)?;
-        let manager = Manager::new_with_config(info, config).map_err(wrong)?;
-        let pool = Pool::builder(manager)
-            .max_size(CONNECTIONS)
-            .runtime(Runtime::Tokio1)
-            .wait_timeout(Some(settings.op_timeout))
-            .create_timeout(Some(settings.op_timeout))
-            .recycle_timeout(Some(settings.op_timeout))
-            .build()
-            .map_err(|_| StoreError::Unavailable("no pool of connections".to_owned()))?;
+    /// [`StoreError::Unfit`] if that is no place where a Redis could be.
+    pub fn new(at: &RedisAt, settings: &Settings, strict: bool) -> Result<Arc<Self>, StoreError> {
         Ok(Arc::new(Self {
-            pool,
-            client,
+            finder: Arc::new(Finder::new(at, settings)?),
             keys: Arc::new(Keys::new(&settings.prefix)),
+            needs: Needs { prefix: settings.prefix.clone(), strict },
             op_timeout: settings.op_timeout,
-            subscriptions: Mutex::default(),
+            remarks: Mutex::default(),
+            tasks: Mutex::default(),
         }))
     }
 
     async fn link(&self) -> Result<Arc<dyn Link>, StoreError> {
-        let connection = self.pool.get().await?;
-        let mut link = RedisLink {
-            connection: Some(connection),
-            keys: Arc::clone(&self.keys),
-            run: String::new(),
-        };
-        let server = Server::greet(&mut link.handle()?).await?;
-        link.run = server.run;
-        Ok(Arc::new(link))
+        let opened = self.find_link().await;
+        match &opened {
+            Err(StoreError::Unfit(why)) => self.remark(vec![why.clone()]),
+            Err(_) => self.finder.forget(),
+            Ok(_) => {}
+        }
+        Ok(Arc::new(opened?))
+    }
+
+    async fn find_link(&self) -> Result<RedisLink, StoreError> {
+        let mut primary = self.finder.find().await?;
+        for _ in 0..MOST_HOPS {
+            let connection = primary.pool.get().await?;
+            let found = Server::greet(&mut connection.clone(), &self.needs).await?;
+            let server = match found {
+                Found::Here(server) => server,
+                Found::Elsewhere(host, port) => {
+                    primary = self.finder.turn_to(host, port)?;
+                    continue;
+                }
+            };
+            self.remark(server.remarks);
+            let keys = Arc::clone(&self.keys);
+            return Ok(RedisLink { connection: Some(connection), primary, keys, run: server.run });
+        }
+        Err(StoreError::Unavailable("the nodes of the Cluster don't agree on the owner".to_owned()))
+    }
+
+    /// Says what is wrong with a server, once.
+    fn remark(&self, remarks: Vec<String>) {
+        let mut said = self.remarks.lock().expect("nothing panics under this lock");
+        if *said != remarks {
+            remarks.iter().for_each(|why| tracing::warn!(why, "the store"));
+            *said = remarks;
+        }
     }
 
     async fn look(&self, set: &SetSpec) -> Result<SetStatus, StoreError> {
-        let mut connection = self.pool.get().await?;
+        let mut connection = self.finder.current().await?.pool.get().await?;
         let mut pipeline = Pipeline::new();
         // Loaded along, since a pooled connection may lead to another server than before.
         let offset = scripts::load(&mut pipeline);
@@ -106,18 +114,10 @@ impl RedisStore {
         let reply = answer.pop().unwrap_or(Value::Nil).extract_error()?;
         scripts::read_status(reply)
     }
-}
 
-fn connection_info(url: &str, timeout: Duration) -> Result<ConnectionInfo, RedisError> {
-    let keepalive = TcpKeepalive::new()
-        .with_time(Duration::from_secs(5))
-        .with_interval(Duration::from_secs(5))
-        .with_retries(2);
-    // The library leaves Nagle's algorithm on, which costs half of a multiplexed connection.
-    let tcp = TcpSettings::default().set_nodelay(true).set_keepalive(keepalive);
-    #[cfg(target_os = "linux")]
-    let tcp = tcp.set_user_timeout(timeout.max(Duration::from_secs(1)));
-    Ok(url.into_connection_info()?.set_tcp_settings(tcp))
+    fn spawn(&self, task: impl Future<Output = ()> + Send + 'static) {
+        self.tasks.lock().expect("nothing panics under this lock").spawn(task);
+    }
 }
 
 impl fmt::Debug for RedisStore {
@@ -132,9 +132,9 @@ impl SlotStore for RedisStore {
     }
 
     fn subscribe(&self, instance: Uuid, push: Push) {
-        let channel = self.keys.channel(instance);
-        let task = subscription::run(self.client.clone(), channel, self.op_timeout, push);
-        self.subscriptions.lock().expect("nothing panics under this lock").spawn(task);
+        let (finder, channel) = (Arc::clone(&self.finder), self.keys.channel(instance));
+        self.spawn(subscription::run(finder, channel, self.op_timeout, push));
+        self.spawn(Arc::clone(&self.finder).keep_looking());
     }
 
     fn status<'a>(&'a self, set: &'a SetSpec) -> BoxFuture<'a, Result<SetStatus, StoreError>> {
@@ -148,6 +148,7 @@ impl SlotStore for RedisStore {
 struct RedisLink {
     /// None only while it is dropped.
     connection: Option<Connection>,
+    primary: Arc<Primary>,
     keys: Arc<Keys>,
     /// Which run of the server this is.
     run: String,
@@ -179,6 +180,9 @@ impl RedisLink {
     }
 
     async fn apply(&self, commands: Vec<Cmd>, call: &Call) -> Result<Reply, StoreError> {
+        if self.primary.is_replaced() {
+            return Err(StoreError::Unavailable("another server is the primary now".to_owned()));
+        }
         let mut connection = self.handle()?;
         let mut pipeline = Pipeline::with_capacity(commands.len());
         for command in commands {
@@ -302,6 +306,10 @@ impl From<RedisError> for StoreError {
             (None, None) => error.category().to_owned(),
         };
         match error.kind() {
+            ErrorKind::AuthenticationFailed | ErrorKind::Server(ServerErrorKind::NoPerm) => {
+                Self::Unfit(text())
+            }
+            _ if matches!(error.code(), Some("NOAUTH" | "WRONGPASS")) => Self::Unfit(text()),
             ErrorKind::Io => Self::Unavailable(error.to_string()),
             ErrorKind::Parse
             | ErrorKind::UnexpectedReturnType

@@ -16,7 +16,7 @@ use tokio::{
 use super::super::Proxy;
 use crate::{
     admission::{Admission, Arrival},
-    config::{Classes, Config, Limit, Route, Server, Store, StoreKind, WhenDown},
+    config::{Classes, Config, Limit, Route, Server, Store, StoreKind, StoreTls, WhenDown},
     metrics::Metrics,
     server,
     store::MemoryStore,
@@ -166,6 +166,7 @@ fn config(endpoint: &str) -> Config {
         admin: None,
         store: Store {
             kind: StoreKind::Memory,
+            tls: StoreTls::default(),
             prefix: String::new(),
             op_timeout: second,
             digest_key: None,

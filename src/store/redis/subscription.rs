@@ -1,12 +1,13 @@
 //! The subscription of an instance: a hint that a waiter was granted a slot, never the grant itself.
 
-use std::time::Duration;
+use std::{sync::Arc, time::Duration};
 
-use deadpool_redis::redis::{Client, RedisResult, Value};
+use deadpool_redis::redis::{RedisResult, Value};
 use futures_util::StreamExt as _;
 use tokio::time::{self, Instant};
 use uuid::Uuid;
 
+use super::finder::Finder;
 use crate::store::{Event, Push, StoreError};
 
 /// How often a connection that says nothing is asked whether it still works.
@@ -15,11 +16,11 @@ const PING_EVERY: Duration = Duration::from_secs(5);
 const PAUSES: (Duration, Duration) = (Duration::from_millis(50), Duration::from_secs(1));
 
 /// Subscribes, and again whenever the connection is lost.
-pub(super) async fn run(client: Client, channel: String, timeout: Duration, push: Push) {
+pub(super) async fn run(finder: Arc<Finder>, channel: String, timeout: Duration, push: Push) {
     let mut pause = PAUSES.0;
     loop {
         let mut subscribed = false;
-        let Err(error) = listen(&client, &channel, timeout, &push, &mut subscribed).await;
+        let Err(error) = listen(&finder, &channel, timeout, &push, &mut subscribed).await;
         if subscribed {
             push(Event::Unsubscribed);
             pause = PAUSES.0;
@@ -30,15 +31,16 @@ pub(super) async fn run(client: Client, channel: String, timeout: Duration, push
     }
 }
 
-/// Listens until the connection is lost.
+/// Listens until the connection is lost, or another server is the primary.
 async fn listen(
-    client: &Client,
+    finder: &Finder,
     channel: &str,
     timeout: Duration,
     push: &Push,
     subscribed: &mut bool,
 ) -> Result<std::convert::Infallible, StoreError> {
-    let connection = within(timeout, client.get_async_pubsub()).await?;
+    let primary = finder.current().await?;
+    let connection = within(timeout, primary.client.get_async_pubsub()).await?;
     let (mut sink, mut messages) = connection.split();
     within(timeout, sink.subscribe(channel)).await?;
     *subscribed = true;
@@ -51,6 +53,9 @@ async fn listen(
                 if let Some(event) = read(message.get_payload_bytes()) {
                     push(event);
                 }
+            }
+            () = primary.replaced() => {
+                return Err(StoreError::Unavailable("another server is the primary now".to_owned()));
             }
             // Nothing else would notice a connection whose other end is gone.
             _ = ping.tick() => {

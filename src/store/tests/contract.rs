@@ -1,6 +1,6 @@
 //! What both stores promise.
 
-use super::{rig::*, *};
+use super::{rig::*, server::Cluster, *};
 use crate::ledger::testing::Part;
 
 /// Runs each of these on both stores.
@@ -16,6 +16,21 @@ macro_rules! on_both_stores {
             $(#[tokio::test]
             async fn $test() {
                 super::$test(super::Rig::redis().await).await;
+            })*
+        }
+        mod in_redis_as_user {
+            $(#[tokio::test]
+            async fn $test() {
+                super::$test(super::Rig::redis_as_user().await).await;
+            })*
+        }
+        /// One after the other, since it takes a while to make a Cluster.
+        #[tokio::test]
+        async fn in_a_cluster() {
+            let cluster = Cluster::start().await;
+            $({
+                let prefix = concat!("{", stringify!($test), "}:");
+                $test(Rig::in_cluster(&cluster, prefix).await).await;
             })*
         }
     };

@@ -1,12 +1,17 @@
 //! What only a store that others reach too can get wrong.
 
-use super::{rig::*, server::Server, *};
+use super::{
+    rig::*,
+    server::{Server, settings},
+    *,
+};
+use crate::config::{RedisAt, Secret};
 
 #[tokio::test]
 async fn the_slots_outlive_the_expiry_that_a_plain_client_sets() {
     let (rig, set) = (Rig::redis().await, Arc::new(set(1)));
     let me = rig.instance().await;
-    let (holder, key) = (ask(&set), Rig::key_of_slots(&set));
+    let (holder, key) = (ask(&set), rig.key_of_slots(&set));
     me.acquire(&holder).await;
     for _ in 0..6 {
         let _: u32 = rig.raw(&["EXPIRE", &key, "1"]).await;
@@ -87,7 +92,6 @@ async fn a_link_that_is_dropped_takes_its_connection_along() {
 
 #[tokio::test]
 async fn errors_tell_neither_url_nor_password() {
-    use crate::config::{Secret, Store as Settings, StoreKind, WhenDown};
     let server = Server::start().await;
     let port = server.port;
     drop(server);
@@ -97,14 +101,8 @@ async fn errors_tell_neither_url_nor_password() {
         "http://user:hunter2@127.0.0.1".to_owned(),
         "redis://user:hunter2@127.0.0.1:port".to_owned(),
     ] {
-        let settings = Settings {
-            kind: StoreKind::Redis(Secret(url.clone())),
-            prefix: String::new(),
-            digest_key: None,
-            when_down: WhenDown::Closed,
-            op_timeout: Duration::from_millis(500),
-        };
-        let text = match RedisStore::new(&Secret(url.clone()), &settings) {
+        let at = RedisAt { url: Secret(url.clone()), sentinels: None };
+        let text = match RedisStore::new(&at, &settings(&url), false) {
             Ok(store) => store.open().await.unwrap_err().to_string(),
             Err(error) => error.to_string(),
         };
@@ -114,16 +112,9 @@ async fn errors_tell_neither_url_nor_password() {
 
 #[tokio::test]
 async fn a_silent_server_times_out() {
-    use crate::config::{Secret, Store as Settings, StoreKind, WhenDown};
     let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
-    let url = Secret(format!("redis://{}", listener.local_addr().unwrap()));
-    let settings = Settings {
-        kind: StoreKind::Redis(url.clone()),
-        prefix: String::new(),
-        digest_key: None,
-        when_down: WhenDown::Closed,
-        op_timeout: Duration::from_millis(100),
-    };
-    let store = RedisStore::new(&url, &settings).unwrap();
+    let url = format!("redis://{}", listener.local_addr().unwrap());
+    let at = RedisAt { url: Secret(url.clone()), sentinels: None };
+    let store = RedisStore::new(&at, &settings(&url), false).unwrap();
     assert!(matches!(store.open().await, Err(StoreError::Timeout)));
 }

@@ -5,7 +5,7 @@ use std::sync::Mutex;
 use deadpool_redis::redis::{self, aio::MultiplexedConnection};
 
 use super::{
-    server::{PREFIX, Server},
+    server::{Cluster, PREFIX, Server, store_at},
     *,
 };
 use crate::{ledger::testing::Part, store::keys::Keys};
@@ -17,23 +17,43 @@ pub(super) struct Rig {
     store: Arc<dyn SlotStore>,
     /// What is behind it, for what is done behind its back.
     back: Back,
+    prefix: String,
 }
 
 enum Back {
     Memory(MemoryStore),
-    Redis { _server: Server, raw: MultiplexedConnection },
+    Redis { _server: Option<Server>, raw: MultiplexedConnection },
 }
 
 impl Rig {
     pub(super) async fn memory() -> Self {
         let store = MemoryStore::new();
-        Self { store: Arc::new(store.clone()), back: Back::Memory(store) }
+        let prefix = String::new();
+        Self { store: Arc::new(store.clone()), back: Back::Memory(store), prefix }
     }
 
     pub(super) async fn redis() -> Self {
         let server = Server::start().await;
         let raw = server.connect().await;
-        Self { store: server.store(), back: Back::Redis { _server: server, raw } }
+        let (store, prefix) = (server.store(), PREFIX.to_owned());
+        Self { store, back: Back::Redis { _server: Some(server), raw }, prefix }
+    }
+
+    /// A Redis in which the store may do what the README's user may, and nothing else.
+    pub(super) async fn redis_as_user() -> Self {
+        let server = Server::start().await;
+        let mut raw = server.connect().await;
+        acl_of_the_readme().exec_async(&mut raw).await.unwrap();
+        let url = format!("redis://tidegate:secret@127.0.0.1:{}", server.port);
+        let back = Back::Redis { _server: Some(server), raw };
+        Self { store: store_at(&url, ""), back, prefix: String::new() }
+    }
+
+    /// A part of a Cluster, under a prefix of its own. The store is told of the first node, whoever has the keys.
+    pub(super) async fn in_cluster(cluster: &Cluster, prefix: &str) -> Self {
+        let raw = cluster.owner(prefix).await;
+        let store = store_at(&cluster.nodes[0].url(), prefix);
+        Self { store, back: Back::Redis { _server: None, raw }, prefix: prefix.to_owned() }
     }
 
     /// An instance that is present, and doesn't say that it listens.
@@ -80,9 +100,9 @@ impl Rig {
         command.query_async(&mut raw.clone()).await.unwrap()
     }
 
-    pub(super) fn key_of_slots(set: &SetSpec) -> String {
+    pub(super) fn key_of_slots(&self, set: &SetSpec) -> String {
         let mut keys = Vec::new();
-        Keys::new(PREFIX).of_set(set, |key| keys.push(key.to_owned()));
+        Keys::new(&self.prefix).of_set(set, |key| keys.push(key.to_owned()));
         keys.swap_remove(0)
     }
 
@@ -90,7 +110,7 @@ impl Rig {
         if let Back::Memory(store) = &self.back {
             return store.ledger().lose(&set.key, part);
         }
-        let keys = Keys::new(PREFIX);
+        let keys = Keys::new(&self.prefix);
         let mut of_set = Vec::new();
         keys.of_set(set, |key| of_set.push(key.to_owned()));
         let key = match part {
@@ -110,7 +130,7 @@ impl Rig {
             let now = store.now();
             return store.ledger().plain_add(&set.key, id, now);
         }
-        let (key, id) = (Self::key_of_slots(set), id.to_string());
+        let (key, id) = (self.key_of_slots(set), id.to_string());
         let (seconds, micros): (i64, i64) = self.raw(&["TIME"]).await;
         let now = seconds * 1_000 + micros / 1_000;
         let _: u32 = self.raw(&["ZADD", &key, &now.to_string(), &id]).await;
@@ -121,8 +141,19 @@ impl Rig {
         if let Back::Memory(store) = &self.back {
             return store.ledger().plain_remove(&set.key, id);
         }
-        let _: u32 = self.raw(&["ZREM", &Self::key_of_slots(set), &id.to_string()]).await;
+        let _: u32 = self.raw(&["ZREM", &self.key_of_slots(set), &id.to_string()]).await;
     }
+}
+
+/// The line with which the README lets a user in, with a password.
+pub(super) fn acl_of_the_readme() -> redis::Cmd {
+    let readme = include_str!("../../../README.md");
+    let lines = readme.lines().skip_while(|line| !line.starts_with("ACL SETUSER tidegate"));
+    let line: String = lines.take_while(|line| !line.starts_with("```")).collect();
+    let mut words = line.split([' ', '\\']).filter(|word| !word.is_empty());
+    let mut command = redis::cmd(words.next().expect("the README has that line"));
+    words.for_each(|word| _ = command.arg(word));
+    command
 }
 
 /// An instance that uses the store.
