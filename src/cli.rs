@@ -86,7 +86,7 @@ pub struct Run {
     #[arg(long, value_name = "ADDR", requires = "upstream")]
     listen: Option<String>,
 
-    /// Where slots are counted: memory: (per process), redis://… or rediss://… (fleet-wide) [default: memory:]
+    /// Where slots are counted: memory: (per process), redis://…, rediss://… or redis+sentinel://… (fleet-wide) [default: memory:]
     #[arg(long, value_name = "URL", requires = "upstream", value_parser = secret)]
     store: Option<Secret>,
 

@@ -99,7 +99,7 @@ impl RedisStore {
     fn remark(&self, remarks: Vec<String>) {
         let mut said = self.remarks.lock().expect("nothing panics under this lock");
         if *said != remarks {
-            remarks.iter().for_each(|why| tracing::warn!(why, "the store"));
+            remarks.iter().for_each(|why| tracing::warn!(why, "the store is not as it should be"));
             *said = remarks;
         }
     }

@@ -8,6 +8,7 @@ mod away;
 mod client_gone;
 mod config_errors;
 mod crash;
+mod deployments;
 mod fairness;
 mod fence;
 mod global_limit;

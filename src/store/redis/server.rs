@@ -39,12 +39,7 @@ impl Server {
         connection: &mut MultiplexedConnection,
         needs: &Needs,
     ) -> Result<Found, StoreError> {
-        let mut pipeline = Pipeline::new();
-        for section in ["server", "replication", "persistence", "memory", "cluster"] {
-            pipeline.cmd("INFO").arg(section);
-        }
-        let info: Vec<String> = pipeline.query_async(connection).await?;
-        let info = Info(info.concat());
+        let info = Info(cmd("INFO").query_async(connection).await?);
         info.check_version()?;
         if info.fact("cluster_enabled") == Some("1")
             && let Some((host, port)) = owner(connection, &needs.prefix).await?

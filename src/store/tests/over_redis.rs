@@ -70,6 +70,21 @@ async fn a_subscription_comes_back() {
 }
 
 #[tokio::test]
+async fn a_grant_that_may_not_be_published_is_undone() {
+    let (rig, set) = (Rig::redis().await, Arc::new(set(1)));
+    let (me, mut other) = (rig.instance().await, rig.instance().await);
+    rig.subscribe(&mut other).await;
+    let (holder, waiter) = (ask(&set), ask(&set));
+    me.acquire(&holder).await;
+    other.acquire(&waiter).await;
+    let _: String = rig.raw(&["ACL", "SETUSER", "default", "resetchannels"]).await;
+    assert_eq!(me.release(&holder).await, (Released::Released, vec![]));
+    assert_eq!((rig.used(&set).await, rig.waiting(&set).await), (0, 1));
+    assert_eq!(other.beat(&[&set]).await.granted, [waiter.id]);
+    assert_eq!((rig.used(&set).await, rig.waiting(&set).await), (1, 0));
+}
+
+#[tokio::test]
 async fn a_link_that_is_dropped_takes_its_connection_along() {
     let server = Server::start().await;
     let (store, mut raw) = (server.store(), server.connect().await);

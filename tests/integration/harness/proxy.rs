@@ -1,4 +1,5 @@
 use std::{
+    borrow::Cow,
     fs::File,
     net::SocketAddr,
     path::PathBuf,
@@ -27,7 +28,7 @@ pub(crate) fn one_limit(upstream: &Upstream, slots: u32) -> Conf {
         store: "memory:".to_owned(),
         lease: "10m",
         queue: "{ size = 2000, timeout = \"2m\" }",
-        extra: [""; 4],
+        extra: [const { Cow::Borrowed("") }; 4],
         tail: String::new(),
         files: Vec::new(),
     }
@@ -42,7 +43,7 @@ pub(crate) struct Conf {
     lease: &'static str,
     queue: &'static str,
     /// More lines for `[server]`, `[store]`, `[limits.llm]` and `[upstreams.llm]`.
-    extra: [&'static str; 4],
+    extra: [Cow<'static, str>; 4],
     /// More lines for `[[routes]]`, and whole sections behind it.
     tail: String,
     /// What lies beside the file.
@@ -74,23 +75,23 @@ impl Conf {
         self
     }
 
-    pub(crate) fn server(mut self, lines: &'static str) -> Self {
-        self.extra[0] = lines;
+    pub(crate) fn server(mut self, lines: impl Into<Cow<'static, str>>) -> Self {
+        self.extra[0] = lines.into();
         self
     }
 
-    pub(crate) fn store(mut self, lines: &'static str) -> Self {
-        self.extra[1] = lines;
+    pub(crate) fn store(mut self, lines: impl Into<Cow<'static, str>>) -> Self {
+        self.extra[1] = lines.into();
         self
     }
 
-    pub(crate) fn limit(mut self, lines: &'static str) -> Self {
-        self.extra[2] = lines;
+    pub(crate) fn limit(mut self, lines: impl Into<Cow<'static, str>>) -> Self {
+        self.extra[2] = lines.into();
         self
     }
 
-    pub(crate) fn upstream(mut self, lines: &'static str) -> Self {
-        self.extra[3] = lines;
+    pub(crate) fn upstream(mut self, lines: impl Into<Cow<'static, str>>) -> Self {
+        self.extra[3] = lines.into();
         self
     }
 

@@ -1,4 +1,4 @@
-use std::{net::SocketAddr, process::Stdio};
+use std::{collections::HashMap, net::SocketAddr, process::Stdio};
 
 use deadpool_redis::redis::{self, FromRedisValue, Value};
 use tempfile::TempDir;
@@ -11,14 +11,21 @@ pub(crate) struct Redis {
     addr: SocketAddr,
     server: Child,
     dir: TempDir,
+    settings: Vec<String>,
 }
 
 impl Redis {
     pub(crate) async fn spawn() -> Self {
+        Self::spawn_with(&[]).await
+    }
+
+    /// With more settings, such as `["--requirepass", "x"]`.
+    pub(crate) async fn spawn_with(settings: &[&str]) -> Self {
         let dir = TempDir::new().unwrap();
         let addr = unused_addr();
-        let server = start(addr, &dir);
-        let redis = Self { addr, server, dir };
+        let settings: Vec<_> = settings.iter().map(|&word| word.to_owned()).collect();
+        let server = start(addr, &dir, &settings);
+        let redis = Self { addr, server, dir, settings };
         redis.answers().await;
         redis
     }
@@ -138,7 +145,7 @@ impl Redis {
     /// Starts it again, empty, at the same address.
     pub(crate) async fn restart(&mut self) {
         self.kill9().await;
-        self.server = start(self.addr, &self.dir);
+        self.server = start(self.addr, &self.dir, &self.settings);
         self.answers().await;
     }
 
@@ -152,17 +159,86 @@ impl Redis {
     }
 
     async fn answers(&self) {
-        eventually("redis-server answers", async || self.try_cli::<Value>(&["PING"]).await.is_ok())
-            .await;
+        eventually("redis-server answers", async || match self.try_cli::<Value>(&["PING"]).await {
+            Ok(_) => true,
+            Err(error) => error.code() == Some("NOAUTH"),
+        })
+        .await;
     }
 
-    async fn try_cli<T: FromRedisValue>(&self, words: &[&str]) -> redis::RedisResult<T> {
-        let client = redis::Client::open(self.url())?;
-        let mut connection = client.get_multiplexed_async_connection().await?;
-        let mut command = redis::cmd(words[0]);
-        command.arg(&words[1..]);
-        command.query_async(&mut connection).await
+    /// The same, where the server may be gone.
+    pub(crate) async fn try_cli<T: FromRedisValue>(&self, words: &[&str]) -> redis::RedisResult<T> {
+        run(&self.url(), words).await
     }
+}
+
+/// Sentinels that watch one primary under the name `main`, killed on drop.
+pub(crate) struct Sentinels {
+    addrs: Vec<SocketAddr>,
+    _processes: Vec<(Child, TempDir)>,
+}
+
+impl Sentinels {
+    /// Starts so many, of which most have to agree on a failover.
+    pub(crate) async fn spawn(count: usize, primary: &Redis) -> Self {
+        let addrs: Vec<_> = (0..count).map(|_| unused_addr()).collect();
+        let watch =
+            format!("sentinel monitor main 127.0.0.1 {} {}", primary.addr.port(), count / 2 + 1);
+        let patience =
+            "sentinel down-after-milliseconds main 500\nsentinel failover-timeout main 3000";
+        let start = |addr: &SocketAddr| {
+            let (dir, port) = (TempDir::new().unwrap(), addr.port());
+            let file = dir.path().join("sentinel.conf");
+            std::fs::write(&file, format!("port {port}\nbind 127.0.0.1\n{watch}\n{patience}\n"))
+                .unwrap();
+            let mut command = Command::new("redis-server");
+            command.arg(file).arg("--sentinel").current_dir(dir.path()).stdout(Stdio::null());
+            (command.kill_on_drop(true).spawn().unwrap(), dir)
+        };
+        let processes = addrs.iter().map(start).collect();
+        let sentinels = Self { addrs, _processes: processes };
+        eventually("the Sentinels know each other", async || {
+            let known: Vec<_> =
+                (0..count).map(|index| sentinels.fact(index, "num-other-sentinels")).collect();
+            let known = futures_util::future::join_all(known).await;
+            known.iter().all(|known| known.as_deref() == Some(&*(count - 1).to_string()))
+        })
+        .await;
+        sentinels
+    }
+
+    pub(crate) fn url(&self) -> String {
+        let addrs: Vec<_> = self.addrs.iter().map(SocketAddr::to_string).collect();
+        format!("redis+sentinel://{}/main", addrs.join(","))
+    }
+
+    /// The port of the primary, as the first of them says.
+    pub(crate) async fn primary(&self) -> u16 {
+        let words = ["SENTINEL", "GET-MASTER-ADDR-BY-NAME", "main"];
+        let (_, port): (String, u16) = self.cli(0, &words).await.unwrap();
+        port
+    }
+
+    /// One of the facts that `SENTINEL MASTER` tells.
+    pub(crate) async fn fact(&self, index: usize, name: &str) -> Option<String> {
+        let facts: HashMap<String, String> =
+            self.cli(index, &["SENTINEL", "MASTER", "main"]).await.ok()?;
+        facts.get(name).cloned()
+    }
+
+    /// Runs one command on one of them.
+    pub(crate) async fn cli<T: FromRedisValue>(
+        &self,
+        index: usize,
+        words: &[&str],
+    ) -> redis::RedisResult<T> {
+        run(&format!("redis://{}", self.addrs[index]), words).await
+    }
+}
+
+async fn run<T: FromRedisValue>(url: &str, words: &[&str]) -> redis::RedisResult<T> {
+    let mut connection = redis::Client::open(url)?.get_multiplexed_async_connection().await?;
+    redis::cmd(words[0]).arg(&words[1..]).query_async(&mut connection).await
 }
 
 fn spelled(value: &Value) -> String {
@@ -173,11 +249,12 @@ fn spelled(value: &Value) -> String {
     }
 }
 
-fn start(addr: SocketAddr, dir: &TempDir) -> Child {
+fn start(addr: SocketAddr, dir: &TempDir, settings: &[String]) -> Child {
     let port = addr.port().to_string();
     Command::new("redis-server")
         .args(["--port", &port, "--bind", "127.0.0.1"])
         .args(["--save", "", "--appendonly", "no"])
+        .args(settings)
         .current_dir(dir.path())
         .stdout(Stdio::null())
         .kill_on_drop(true)
