@@ -5,6 +5,7 @@
 #![cfg(test)]
 
 mod away;
+mod chaos;
 mod client_gone;
 mod config_errors;
 mod crash;
@@ -20,6 +21,7 @@ mod http_identity;
 mod http_rules;
 mod http_tls;
 mod http_tunnel;
+mod leaks;
 mod limit_change;
 mod rates;
 mod refusal;

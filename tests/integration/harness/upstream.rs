@@ -93,6 +93,15 @@ impl Upstream {
         self.state.counts.borrow().highest
     }
 
+    /// The highest count since the last call.
+    pub(crate) fn take_highest(&self) -> usize {
+        let mut highest = 0;
+        self.state.counts.send_modify(|counts| {
+            highest = std::mem::replace(&mut counts.highest, counts.current);
+        });
+        highest
+    }
+
     pub(crate) fn total(&self) -> usize {
         self.state.counts.borrow().total
     }
