@@ -12,6 +12,8 @@ mod copies;
 mod degrade;
 pub mod demo;
 mod exchange;
+#[cfg(any(test, fuzzing))]
+pub mod fuzzing;
 mod gauge;
 mod headers;
 pub mod leases;

@@ -9,6 +9,8 @@ use std::{fmt, future::Future, pin::Pin, sync::Arc};
 
 use uuid::Uuid;
 
+#[cfg(any(test, fuzzing))]
+pub(crate) mod fuzzing;
 mod keys;
 mod memory;
 mod redis;

@@ -2,6 +2,8 @@
 //! since it may be a secret from the environment.
 
 use std::{
+    fs::File,
+    io::Read,
     net::{IpAddr, Ipv6Addr, SocketAddr},
     ops::RangeInclusive,
     time::Duration,
@@ -30,6 +32,9 @@ const LONGEST: Duration = Duration::from_secs(365 * 24 * 60 * 60);
 
 /// How many slots one request may take.
 pub(super) const WEIGHTS: RangeInclusive<i64> = 1..=1_000;
+
+/// More than any chain of certificates; a device has no end.
+const LONGEST_FILE: u64 = 1 << 20;
 
 const SHORTEST_LEASE: Duration = Duration::from_secs(2);
 
@@ -221,7 +226,7 @@ pub(super) fn is_encrypted(kind: &StoreKind) -> Rule<()> {
 
 /// The text of a file with certificates.
 pub(super) fn certificates(path: &str) -> Rule<String> {
-    let text = std::fs::read_to_string(path).map_err(unread)?;
+    let text = text_of(path)?;
     let all: Result<Vec<_>, _> = CertificateDer::pem_slice_iter(text.as_bytes()).collect();
     match all {
         Ok(all) if !all.is_empty() => Ok(text),
@@ -231,15 +236,18 @@ pub(super) fn certificates(path: &str) -> Rule<String> {
 
 /// The text of a file with a key.
 pub(super) fn private_key(path: &str) -> Rule<Secret> {
-    let text = std::fs::read_to_string(path).map_err(unread)?;
+    let text = text_of(path)?;
     match PrivateKeyDer::from_pem_slice(text.as_bytes()) {
         Ok(_) => Ok(Secret(text)),
         Err(_) => Err("must be a file with a private key in PEM".to_owned()),
     }
 }
 
-fn unread(error: std::io::Error) -> String {
-    format!("the file can't be read: {error}")
+fn text_of(path: &str) -> Rule<String> {
+    let mut text = String::new();
+    let read = File::open(path).and_then(|file| file.take(LONGEST_FILE).read_to_string(&mut text));
+    read.map_err(|error| format!("the file can't be read: {error}"))?;
+    Ok(text)
 }
 
 pub(super) fn prefix(text: &str) -> Rule<()> {
