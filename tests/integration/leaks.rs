@@ -13,7 +13,7 @@ use tokio::task::JoinSet;
 
 use crate::harness::{Client, Proxy, Raw, Redis, Upstream, eventually, one_limit};
 
-const CLIENTS: usize = 48;
+const CLIENTS: usize = 64;
 
 #[derive(Debug, Default)]
 struct Ends {
@@ -27,10 +27,10 @@ struct Ends {
 /// One request with a random end.
 async fn request(addr: SocketAddr, client: &Client, random: &mut fastrand::Rng, ends: &Ends) {
     let path = match random.u8(..100) {
-        0..60 => "/big?bytes=300",
-        60..66 => "/reset",
-        66..72 => "/trunc",
-        72..75 => "/silent",
+        0..70 => "/big?bytes=300",
+        70..75 => "/reset",
+        75..80 => "/trunc",
+        80 => "/silent",
         _ => return leave(addr, random, ends).await,
     };
     let end = match client.try_get(addr, path).await {
@@ -49,9 +49,9 @@ async fn request(addr: SocketAddr, client: &Client, random: &mut fastrand::Rng, 
 
 /// A request whose client goes, wherever it is by then.
 async fn leave(addr: SocketAddr, random: &mut fastrand::Rng, ends: &Ends) {
-    let path = ["/hold?ms=20", "/big?bytes=200000", "/silent"][random.usize(..3)];
+    let path = ["/hold?ms=8", "/big?bytes=200000", "/silent"][random.usize(..3)];
     let raw = Raw::get(addr, path).await;
-    tokio::time::sleep(Duration::from_millis(random.u64(..15))).await;
+    tokio::time::sleep(Duration::from_millis(random.u64(..6))).await;
     // Mostly by a reset: a FIN keeps the port for a minute.
     if random.u8(..) < 240 {
         raw.reset()
@@ -89,8 +89,8 @@ fn weight(pid: u32) -> (usize, usize) {
 async fn nothing_stays_behind(store: Option<Redis>, count: usize) {
     let upstream = Upstream::spawn().await;
     let mut conf = one_limit(&upstream, 16)
-        .queue("{ size = 16, timeout = \"200ms\" }")
-        .upstream("response_timeout = \"100ms\"\nlinger = \"5ms\"");
+        .queue("{ size = 24, timeout = \"30ms\" }")
+        .upstream("response_timeout = \"40ms\"\nlinger = \"2ms\"");
     if let Some(redis) = &store {
         conf = conf.redis(redis);
     }
@@ -109,7 +109,7 @@ async fn nothing_stays_behind(store: Option<Redis>, count: usize) {
         }
     };
     // Pools and caches are filled by then.
-    requests(proxy.addr(), count / 10, &ends).await;
+    requests(proxy.addr(), (count / 10).min(20_000), &ends).await;
     idle().await;
     let (files, memory) = weight(proxy.pid());
     requests(proxy.addr(), count, &ends).await;
