@@ -55,10 +55,19 @@ async fn slots_that_are_kept_warm_cost_no_calls_and_are_there_for_others() {
 
     let calls = redis.script_calls().await - before;
     assert!(calls < 1_000, "{calls} script calls for 2,000 requests with 60 slots to spare");
-    // Both want all at once: what one keeps is the other's as soon as that waits.
-    load(&[&a, &b], 300, 4, "/hold?ms=50").await;
+    // What one keeps is the other's as soon as that wants all of them.
+    let client = Client::new();
+    let mut all = JoinSet::new();
+    for _ in 0..64 {
+        let (client, addr) = (client.clone(), b.addr());
+        all.spawn(async move { client.get(addr, "/gate").await.status });
+    }
+    upstream.wait_current(64).await;
+    upstream.open(64);
+    assert!(all.join_all().await.iter().all(|status| *status == 200));
+    load(&[&a, &b], 300, 4, "/hold?ms=20").await;
     assert_eq!(upstream.highest(), 64);
-    assert_eq!(upstream.total(), 20 + 2_000 + 1_200);
+    assert_eq!(upstream.total(), 20 + 2_000 + 64 + 1_200);
     redis.wait_in_use("llm", 0).await;
 }
 
