@@ -44,7 +44,7 @@ pub fn forwarded(lines: &[u8]) {
         let value = HeaderValue::try_from(peer.to_string()).expect("an address is ASCII");
         let client = trusted.then_some(address);
         let mut passed = fields.clone();
-        headers::to_upstream(&mut passed, &Way { peer: &value, client, trusted });
+        headers::to_upstream(&mut passed, &Way { peer: &value, client, trusted, secure: false });
         let hops: Vec<_> = passed.get_all(X_FORWARDED_FOR).iter().collect();
         let [hops] = hops[..] else { panic!("{hops:?}") };
         assert!(hops.as_bytes().ends_with(value.as_bytes()), "{hops:?}");

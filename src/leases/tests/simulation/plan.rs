@@ -236,6 +236,7 @@ impl Plan {
             keyed: of.keyed,
             shadow: false,
             fenced: of.fenced,
+            warm: false,
             classes: Arc::clone(&of.classes),
             limit,
         }

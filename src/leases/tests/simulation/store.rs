@@ -403,6 +403,7 @@ impl World {
             let event = match notice {
                 Notice::Granted => Event::Granted(id),
                 Notice::Displaced => Event::Displaced(id),
+                Notice::Wanted => Event::Wanted,
             };
             let at = self.now + self.latency();
             self.plan_at(at, world::Happening::Pushed { machine, event });
