@@ -63,6 +63,10 @@ impl Keeper {
         if !self.is_open() || !self.is_calm(ask) {
             return None;
         }
+        if !self.is_fresh(&self.warm.spares[latest + place], now) {
+            self.cool(now);
+            return None;
+        }
         let Spare { ask: kept, listed } = self.warm.spares.remove(latest + place);
         self.warm.idle = self.warm.idle.min(self.warm.spares.len());
         if listed {
@@ -73,6 +77,13 @@ impl Keeper {
         self.count_arrival(ask);
         self.count_taken(&kept.wants);
         Some(if listed { Slots::Listed(kept.id) } else { Slots::AtOnce(Some(kept)) })
+    }
+
+    /// Whether its lease was renewed as it should be. After a freeze it may be over, and the slots another's.
+    fn is_fresh(&self, spare: &Spare, now: Instant) -> bool {
+        let confirmed = |entry: &Entry| ms(now.duration_since(entry.confirmed));
+        let age = self.entries.get(&spare.ask.id).map_or(0, confirmed);
+        spare.ask.wants.iter().all(|want| age < want.set.lease / 2)
     }
 
     /// Whether nobody can be in need of what this request has.

@@ -1,4 +1,5 @@
 use super::*;
+use crate::leases::Slots;
 use crate::store::{AcquireReply, ClassSpec, ReleaseReply, Released};
 
 const HEARTBEAT: Duration = Duration::from_millis(500);
@@ -551,4 +552,38 @@ fn who_has_no_lease_is_not_cut_before_the_store_gives_one() {
     rig.back();
     rig.serve();
     assert_eq!(guard.ends(), Some(rig.now + LEASE / 2));
+}
+
+// === slots kept warm, in a store that can be lost ===
+
+/// Holds a slot of a warm limit, and returns another request like its owner.
+fn warm_rig() -> (Rig, Uuid, Ask) {
+    let mut rig = Rig::new(WhenDown::LocalShare, vec![SetSpec { warm: true, ..set(0, 8) }]);
+    rig.serve_for(4 * HEARTBEAT);
+    let id = rig.hold(&[(0, 1)], 0);
+    let another = Ask { id: Uuid::now_v7(), ..rig.keeper.entries[&id].ask.clone() };
+    (rig, id, another)
+}
+
+#[test]
+fn a_slot_that_was_kept_over_a_freeze_is_given_back_unused() {
+    let (mut rig, id, another) = warm_rig();
+    let mut slots = Slots::Listed(id);
+    assert!(rig.keeper.keep_warm(&mut slots, rig.now, rig.now));
+    let mut slots = rig.keeper.reuse(&another, rig.now).expect("it is renewed");
+    assert!(rig.keeper.keep_warm(&mut slots, rig.now, rig.now));
+    // Nobody has renewed it for a lease: it may be another's.
+    rig.pass(LEASE);
+    assert!(rig.keeper.reuse(&another, rig.now).is_none());
+    let released = rig.serve().iter().any(|call| call.releases.iter().any(|one| one.ask.id == id));
+    assert!(released);
+}
+
+#[test]
+fn a_slot_that_is_kept_is_handed_on_while_the_store_is_away() {
+    let (mut rig, id, _) = warm_rig();
+    assert!(rig.keeper.keep_warm(&mut Slots::Listed(id), rig.now, rig.now));
+    rig.lose_for_good();
+    rig.ask_one();
+    assert_eq!(rig.settle(), [(id, None)]);
 }
