@@ -142,10 +142,14 @@ impl Finder {
         }
     }
 
-    /// Begins anew at the URL's address, since what was found there or from there on doesn't answer.
+    /// Begins anew at the URL's address, if it was another node that doesn't answer.
     pub(super) fn forget(&self) {
-        if self.oracle.is_none() {
-            *self.lock() = None;
+        let mut current = self.lock();
+        let url = host_and_port(&self.info);
+        if self.oracle.is_none()
+            && let Some(former) = current.take_if(|current| Some(&current.addr) != url.as_ref())
+        {
+            former.replaced.send_replace(true);
         }
     }
 
