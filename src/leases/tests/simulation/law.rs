@@ -8,6 +8,7 @@
 use super::{
     plan::{LINGER, Mutant},
     requests::{Phase, Way},
+    store::Confirmed,
     world::{World, tell},
     *,
 };
@@ -27,6 +28,12 @@ impl World {
         let lost = !self.plan.strict
             && confirmed.lost.is_some_and(|lost| self.now >= lost + self.plan.recovery());
         !lost && self.now <= confirmed.at + self.plan.lease
+    }
+
+    /// Whether the store counts a holder because it was told of it, not because of a grant without a gap since.
+    fn is_registered(&self, holder: Uuid, confirmed: &Confirmed) -> bool {
+        let began = self.request_of(holder).map(|at| self.requests[at].way);
+        began != Some(Way::Granted) || confirmed.since != confirmed.first
     }
 
     /// I1, at the only moments at which the upstream's count rises; I8.
@@ -54,11 +61,17 @@ impl World {
             if self.now > confirmed.at + self.plan.lease {
                 return self.breaks(format!("r{at} begins on a lease of {key} that is over"));
             }
-            // Who was registered again after the grant was unknown to it.
+            // Slots of one who was registered above N are handed on without anything new.
+            if self.is_registered(holder, &confirmed) {
+                continue;
+            }
+            // Who was registered after the grant was unknown to it.
             let was_counted = |at: &usize| {
-                let others = self.store.confirmed.get(&(set, self.requests[*at].holder));
+                let other = self.requests[*at].holder;
                 self.is_counted(*at, set)
-                    && others.is_some_and(|others| others.since <= confirmed.since)
+                    && self.store.confirmed.get(&(set, other)).is_some_and(|others| {
+                        others.since < confirmed.since || !self.is_registered(other, others)
+                    })
             };
             let counted = self.running.iter().copied().filter(was_counted);
             let running = self.slots_of(set, counted);
