@@ -124,7 +124,9 @@ impl Load {
                         Err(_) => &tally.lost,
                     };
                     count.fetch_add(1, Ordering::Relaxed);
-                    if std::ptr::eq(count, &raw const tally.refused) {
+                    // A killed process closes its sockets one by one: whoever comes back at once may find the listener
+                    // still open and be lost again.
+                    if !std::ptr::eq(count, &raw const tally.served) {
                         sleep(Duration::from_millis(50)).await;
                     }
                 }
