@@ -4,6 +4,7 @@
 //! flight. Tests wait for states, never for a time to pass, and assert no durations.
 #![cfg(test)]
 
+mod alerts;
 mod away;
 mod chaos;
 mod client_gone;
