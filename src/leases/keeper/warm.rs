@@ -128,9 +128,8 @@ impl Keeper {
 
     /// Gives back what nobody has needed since the last heartbeat.
     pub(super) fn cool_idle(&mut self, now: Instant) {
-        let idle = mem::replace(&mut self.warm.idle, usize::MAX).min(self.warm.spares.len());
-        let spares: Vec<Spare> = self.warm.spares.drain(..idle).collect();
-        for spare in spares {
+        let idle: Vec<Spare> = self.warm.spares.drain(..self.warm.idle).collect();
+        for spare in idle {
             self.give_up(spare, now);
         }
         self.warm.idle = self.warm.spares.len();
