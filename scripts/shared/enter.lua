@@ -7,13 +7,15 @@
 -- What belongs together is one text, since each argument costs the server as much as a look into a table.
 --
 -- Leaves behind: now, fleet, instances, me, last, recovery, facts (from the fourth on: live_until of each set),
--- fleet_writes, set_count, arg (the first ARGV behind the sets), and meta and used, which a short way fills in for a longer.
+-- fleet_writes, set_count, arg (the first ARGV behind the sets), and meta, used and told, which a short way fills in for a longer.
 
 local CLOCK_SLACK = 1000
 -- The fleet's last sign of life, and a set's live_until, needn't be exact: they are rewritten when they are off by this.
 local LAST_STEP, LIVE_STEP = 100, 1000
 local GRANTS_PER_CALL = 256
 
+-- Waiters whose instance a short way told of a grant already, which a longer must then make.
+local told = {}
 -- Text beside number: Redis and Lua print large numbers slowly.
 local meta, used
 local time = redis.call('TIME')

@@ -65,7 +65,7 @@ local function grant(set)
       granted[#granted + 1] = id
       fence(set, id)
     else
-      if redis.call('HGET', fleet, 'sub:' .. info.instance) == '1' then
+      if not told[id] and redis.call('HGET', fleet, 'sub:' .. info.instance) == '1' then
         local heard = redis.pcall('PUBLISH', channel .. info.instance, id)
         if type(heard) ~= 'number' or heard == 0 then return false end
       end

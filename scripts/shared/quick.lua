@@ -4,7 +4,7 @@
 
 local function quick()
   local slots, info, policy = KEYS[3], KEYS[3] .. ':info', ARGV[7]
-  meta = redis.call('HMGET', slots .. ':meta', 'slots', 'lease', 'waiting')
+  meta = redis.call('HMGET', slots .. ':meta', 'slots', 'lease', 'waiting', 'queues', 'ticket')
   used = redis.call('ZCARD', slots)
   local live = tonumber(facts[4] or '0')
   -- A set that is gone while its live_until lies ahead was lost.

@@ -28,15 +28,15 @@ impl Script {
     }
 }
 
-/// A script that writes: the line with its flags, the shared parts, and what is its own. The short way of a script, if it has
-/// one, stands before everything that only the long way needs.
+/// A script that writes: the line with its flags, the shared parts, and what is its own. Short ways, if it
+/// has any, stand before everything that only the long way needs.
 macro_rules! writing {
-    ($flags:literal, [$($quick:literal)?], $($file:literal),+) => {
+    ($flags:literal, [$($quick:literal),*], $($file:literal),+) => {
         LazyLock::new(|| {
             Script::new(concat!(
                 $flags,
                 include_str!("../../scripts/shared/enter.lua"),
-                $(include_str!(concat!("../../scripts/shared/", $quick)),)?
+                $(include_str!(concat!("../../scripts/shared/", $quick)),)*
                 include_str!("../../scripts/shared/set.lua"),
                 include_str!("../../scripts/shared/grant.lua"),
                 $(include_str!(concat!("../../scripts/", $file)),)+
@@ -46,8 +46,12 @@ macro_rules! writing {
 }
 
 /// Releases and acquires, which mostly go together.
-static TURN: LazyLock<Script> =
-    writing!("#!lua flags=allow-oom\n", ["quick.lua"], "release.lua", "acquire.lua");
+static TURN: LazyLock<Script> = writing!(
+    "#!lua flags=allow-oom\n",
+    ["quick.lua", "handover.lua"],
+    "release.lua",
+    "acquire.lua"
+);
 static TURN_RATED: LazyLock<Script> = writing!("#!lua\n", [], "release.lua", "acquire.lua");
 static HEARTBEAT: LazyLock<Script> = writing!("#!lua flags=allow-oom\n", [], "heartbeat.lua");
 static STATUS: LazyLock<Script> =

@@ -30,7 +30,9 @@ use words::*;
 const INSTANCES: usize = 3;
 /// The last instance may say that it is subscribed, but it never is.
 const LISTENERS: usize = 2;
-const SETS: usize = 3;
+/// The last one is plain: one class, weight 1, nothing else beside it, as the scripts' short ways want it.
+const SETS: usize = 4;
+const PLAIN: usize = 3;
 /// Old asks that an instance still repeats, renews and releases.
 const REMEMBERED: usize = 14;
 
@@ -323,15 +325,19 @@ impl Pair {
             key: format!("set{set}").into(),
             slots,
             lease,
-            grant_ttl: [60, 100, 40][set],
-            recovery: [40, 60, 0][set],
-            queue: [8, 4, 3][set],
-            ageing: [30, 50, 20][set],
+            grant_ttl: [60, 100, 40, 80][set],
+            recovery: [40, 60, 0, 50][set],
+            queue: [8, 4, 3, 6][set],
+            ageing: [30, 50, 20, 30][set],
             keyed: false,
             shadow: set == 1 && self.shadow,
             fenced: set == 2,
             warm: set == 1,
-            classes: Arc::clone(&self.classes[who]),
+            classes: if set == PLAIN {
+                [classes()[0].clone()].into()
+            } else {
+                Arc::clone(&self.classes[who])
+            },
             limit: set,
         })
     }
@@ -366,10 +372,15 @@ impl Pair {
 
     fn a_new_one(&mut self, who: usize) -> Asked {
         let first = self.rng.usize(..SETS);
+        if first == PLAIN {
+            let id = Uuid::from_u128(self.rng.u128(..));
+            return self
+                .remember(who, Asked { id, class: 0, wants: vec![(PLAIN, 1)], rates: vec![] });
+        }
         let mut wants =
             vec![(first, self.rng.u32(1..4).min(self.rng.u32(1..4)).min(self.rng.u32(1..4)))];
         if self.rng.u32(..3) == 0 {
-            wants.push(((first + 1 + self.rng.usize(..SETS - 1)) % SETS, self.rng.u32(1..3)));
+            wants.push(((first + 1 + self.rng.usize(..PLAIN - 1)) % PLAIN, self.rng.u32(1..3)));
         }
         let asked = Asked {
             id: Uuid::from_u128(self.rng.u128(..)),
@@ -377,6 +388,10 @@ impl Pair {
             wants,
             rates: self.some_rates(),
         };
+        self.remember(who, asked)
+    }
+
+    fn remember(&mut self, who: usize, asked: Asked) -> Asked {
         let known = &mut self.instances[who].asked;
         known.push_back(asked.clone());
         if known.len() > REMEMBERED {

@@ -28,7 +28,7 @@ pub(super) fn rate_spec(rate: usize) -> RateSpec {
 
 /// What a set's configuration says to begin with.
 pub(super) fn base(set: usize) -> (u32, i64) {
-    [(6, 200), (4, 300), (2, 120)][set]
+    [(6, 200), (4, 300), (2, 120), (3, 250)][set]
 }
 
 pub(super) async fn listen(store: &RedisStore, id: Uuid, heard: &Heard) {
