@@ -1,21 +1,35 @@
 -- Shared by release and acquire: their short way where requests wait, for a slot that is handed on and for the word that a
--- grant has arrived. It takes calls of one plain set with one class, weight 1, where nothing has to be purged, refused or
--- displaced, and everyone next in line is alive and hears. Everything else, and every doubt, is left to the rest of the script.
+-- grant has arrived. It takes calls of one plain set and weight 1, where one class waits, which may have every slot; where
+-- nothing has to be purged, refused or displaced, and everyone next in line is alive and hears. Everything else, and every
+-- doubt, is left to the rest of the script.
 
 local function pass_on()
-  local slots, info, meta_key = KEYS[3], KEYS[3] .. ':info', KEYS[3] .. ':meta'
-  local pause, grant_ttl, most, name, share, room =
-    string.match(ARGV[7], '^0 0 0 %d (%d+) %d+ %d+ (%d+) (%d+) %d+;(%S+) (%S+) (%d+)$')
-  local n, lease, waiting, ticket = tonumber(meta[1] or nil), meta[2], tonumber(meta[3] or '0'), tonumber(meta[5] or nil)
-  if not name or not n or not ticket or meta[4] ~= name .. ' ' .. share .. ';' then return nil end
-  if used == 0 or recovery ~= recovery_before or (recovery > 0 and now < recovery + pause) then return nil end
+  local policy, slots, info, meta_key = ARGV[7], KEYS[3], KEYS[3] .. ':info', KEYS[3] .. ':meta'
+  local n, lease, waiting, noted, ticket = tonumber(meta[1] or nil), meta[2], tonumber(meta[3] or '0'), meta[4], tonumber(meta[5] or nil)
+  local pause, grant_ttl, most = string.match(policy, '^0 0 0 %d (%d+) %d+ %d+ (%d+) (%d+)')
+  if not pause or not n or not noted or not ticket or used == 0 then return nil end
+  if recovery ~= recovery_before or (recovery > 0 and now < recovery + pause) then return nil end
+
+  -- The class is that of who leaves first, or comes.
+  local first = arg + 1
+  local class = string.match(ARGV[first], '^%d+')
+  local name, share, room = string.match(policy, '^' .. string.rep('[^;]*;', class) .. '(%S+) (%S+) (%d+)')
+  if share ~= '1' then return nil end
+  for mark in string.gmatch(noted, '[^;]+') do
+    if not string.find(policy, ';' .. mark .. ' ', 1, true) then return nil end
+  end
+  local others = {}
+  for other in string.gmatch(policy, ';(%S+)') do
+    if other ~= name then others[#others + 1] = slots .. ':wait:' .. other end
+  end
+  if #others > 0 and redis.call('EXISTS', unpack(others)) > 0 then return nil end
   if redis.call('ZCOUNT', slots, '-inf', '(' .. (now - lease)) > 0 then return nil end
 
   -- Everything is looked at before anything is done: who leaves, who says that its grant arrived, who is new.
   local leaving, arrived, settled, newcomers, infos, named = {}, {}, {}, {}, {}, {}
-  local at = arg + 1
+  local at = first
   for _ = 1, tonumber(ARGV[arg]) do
-    local queued = string.match(ARGV[at], '^1 (%d);1 1$')
+    local queued = string.match(ARGV[at], '^%d+ (%d);1 1$')
     if not queued then return nil end
     for i = at + 2, at + 1 + ARGV[at + 1] do
       local id = ARGV[i]
@@ -27,8 +41,8 @@ local function pass_on()
   end
   local outcomes = {}
   while at <= #ARGV do
-    local again, waited, route = string.match(ARGV[at], '^1 1 (%d) (%d+);1 1;(.*)$')
-    if not again then return nil end
+    local of_class, again, waited, route = string.match(ARGV[at], '^(%d+) 1 (%d) (%d+);1 1;(.*)$')
+    if not again or (again == '0' and of_class ~= class) then return nil end
     for i = at + 2, at + 1 + ARGV[at + 1] do
       local id = ARGV[i]
       if named[id] then return nil end
@@ -53,14 +67,14 @@ local function pass_on()
   end
 
   local queue = slots .. ':wait:' .. name
-  local free = math.min(n, math.max(1, math.floor(share * n))) - used + #leaving
+  local free = n - used + #leaving
   local count = #leaving > 0 and math.max(0, math.min(free, waiting)) or 0
   local stay = waiting - count
   if count > GRANTS_PER_CALL then return nil end
   -- Newcomers only ever go behind waiters, or this would be no hand-over.
   local line = 0
   if #newcomers > 0 then
-    if stay == 0 or free > count or used - #leaving + count < n then return nil end
+    if stay == 0 or free > count or not string.find(';' .. noted, ';' .. name .. ' 1;', 1, true) then return nil end
     line = redis.call('ZCARD', queue) - count
     if stay + #newcomers > tonumber(most) or line + #newcomers > tonumber(room) then return nil end
   end

@@ -30,7 +30,8 @@ use words::*;
 const INSTANCES: usize = 3;
 /// The last instance may say that it is subscribed, but it never is.
 const LISTENERS: usize = 2;
-/// The last one is plain: one class, weight 1, nothing else beside it, as the scripts' short ways want it.
+/// The last one is plain: weight 1, classes that all may have everything, nothing beside it, as the scripts' short ways
+/// want it.
 const SETS: usize = 4;
 const PLAIN: usize = 3;
 /// Old asks that an instance still repeats, renews and releases.
@@ -333,11 +334,7 @@ impl Pair {
             shadow: set == 1 && self.shadow,
             fenced: set == 2,
             warm: set == 1,
-            classes: if set == PLAIN {
-                [classes()[0].clone()].into()
-            } else {
-                Arc::clone(&self.classes[who])
-            },
+            classes: if set == PLAIN { equals() } else { Arc::clone(&self.classes[who]) },
             limit: set,
         })
     }
@@ -374,8 +371,9 @@ impl Pair {
         let first = self.rng.usize(..SETS);
         if first == PLAIN {
             let id = Uuid::from_u128(self.rng.u128(..));
-            return self
-                .remember(who, Asked { id, class: 0, wants: vec![(PLAIN, 1)], rates: vec![] });
+            let class = if self.rng.u32(..12) == 0 { self.rng.usize(..3) } else { 1 };
+            let asked = Asked { id, class, wants: vec![(PLAIN, 1)], rates: Vec::new() };
+            return self.remember(who, asked);
         }
         let mut wants =
             vec![(first, self.rng.u32(1..4).min(self.rng.u32(1..4)).min(self.rng.u32(1..4)))];

@@ -14,6 +14,11 @@ pub(super) fn some_classes(which: usize) -> Arc<[ClassSpec]> {
     }
 }
 
+/// Classes of which each may have everything.
+pub(super) fn equals() -> Arc<[ClassSpec]> {
+    classes().iter().map(|class| ClassSpec { share: 1.0, ..class.clone() }).collect()
+}
+
 pub(super) type Heard = Arc<Mutex<Vec<(Uuid, Uuid, Notice)>>>;
 
 pub(super) fn rate_spec(rate: usize) -> RateSpec {
