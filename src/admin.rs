@@ -2,6 +2,7 @@
 
 use std::{convert::Infallible, sync::Arc, time::Duration};
 
+use arc_swap::ArcSwap;
 use bytes::Bytes;
 use http::{Method, Request, Response, StatusCode, header};
 use http_body_util::{BodyExt, Full, Limited};
@@ -58,7 +59,7 @@ struct Patch {
 type Answer = Response<Full<Bytes>>;
 
 /// Serves until the process ends: operators look on while an instance drains.
-pub async fn serve(listener: TcpListener, admin: Arc<Admin>) {
+pub async fn serve(listener: TcpListener, admin: Arc<ArcSwap<Admin>>) {
     loop {
         let Ok((stream, _)) = listener.accept().await else {
             tokio::time::sleep(Duration::from_millis(100)).await;
@@ -67,7 +68,7 @@ pub async fn serve(listener: TcpListener, admin: Arc<Admin>) {
         let admin = Arc::clone(&admin);
         tokio::spawn(async move {
             let service = service_fn(|request| {
-                let admin = Arc::clone(&admin);
+                let admin = admin.load_full();
                 async move { Ok::<_, Infallible>(admin.answer(request).await) }
             });
             let io = TokioIo::new(stream);
@@ -227,6 +228,10 @@ impl Admin {
             },
             "recovery": outlook.recovering,
             "draining": *self.draining.borrow(),
+            "last_reload": self.metrics.reloads().last().map(|(at, worked)| json!({
+                "at": humantime::format_rfc3339_seconds(at).to_string(),
+                "worked": worked,
+            })),
             "limits": limits,
         })
     }

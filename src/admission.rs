@@ -34,8 +34,11 @@ pub struct Admission {
     plans: Vec<Planned>,
     /// For each route, and each step of its ladder that is an upstream, which of the plans.
     fallbacks: Vec<Vec<Option<usize>>>,
+    /// In the order of the configuration; each names its place in the keeper, which outlives configurations.
     limits: Vec<Arc<SetSpec>>,
     statuses: Vec<StatusCode>,
+    /// The limits by their places in the keeper, those of earlier configurations included.
+    places: Vec<Arc<str>>,
 }
 
 /// A plan, and what is measured of the requests that follow it.
@@ -77,10 +80,30 @@ pub struct Refusal {
 impl Admission {
     /// Starts the lease keeper of this instance on the current runtime.
     pub fn start(config: &Config, store: Arc<dyn SlotStore>, metrics: Arc<Metrics>) -> Arc<Self> {
-        let local = store.local().is_some();
-        let limits: Vec<LimitSettings> =
-            (0..config.limits.len()).map(|limit| limit_settings(config, limit, local)).collect();
-        let sets: Vec<_> = limits.iter().map(|limit| Arc::clone(&limit.set)).collect();
+        let (places, limits) = placed(config, Vec::new(), store.local().is_some());
+        let sets = limits.iter().map(|limit| Arc::clone(&limit.set)).collect();
+        let settings = settings(config, limits, store.local().is_some());
+        let leases = Leases::start(Arc::clone(&store), settings);
+        Self::new(config, sets, places, leases, store, metrics)
+    }
+
+    /// The admission of another configuration, by the same keeper: slots and queues stay as they are.
+    pub fn adopt(&self, config: &Config, metrics: Arc<Metrics>) -> Arc<Self> {
+        let local = self.store.local().is_some();
+        let (places, limits) = placed(config, self.places.clone(), local);
+        let sets = limits.iter().map(|limit| Arc::clone(&limit.set)).collect();
+        self.leases.adopt(settings(config, limits, local));
+        Self::new(config, sets, places, self.leases.clone(), Arc::clone(&self.store), metrics)
+    }
+
+    fn new(
+        config: &Config,
+        sets: Vec<Arc<SetSpec>>,
+        places: Vec<Arc<str>>,
+        leases: Leases,
+        store: Arc<dyn SlotStore>,
+        metrics: Arc<Metrics>,
+    ) -> Arc<Self> {
         let planned = |route: &Route| {
             let limits = || route.limits.iter().copied();
             Planned {
@@ -104,8 +127,9 @@ impl Admission {
         Arc::new(Self {
             plans,
             fallbacks,
-            leases: Leases::start(Arc::clone(&store), settings(config, limits, local)),
+            leases,
             limits: sets,
+            places,
             statuses: config.limits.iter().map(|limit| limit.status).collect(),
             store,
             metrics,
@@ -153,7 +177,7 @@ impl Admission {
                 let taken = lease.taken();
                 if let Some(would) = lease.shadow() {
                     let reason = reason_of(would.why);
-                    self.metrics.shadowed(would.limit, would.rate, class, reason);
+                    self.metrics.shadowed(self.limit_at(would.limit), would.rate, class, reason);
                 }
                 meters.iter().for_each(|meter| meter.granted(taken - asked));
                 let id = lease.holder();
@@ -163,12 +187,18 @@ impl Admission {
             Err(refused) => {
                 meters.iter().for_each(LimitMetrics::refused);
                 let reason = reason_of(refused.why);
-                self.metrics.shed(refused.limit, refused.rate, class, reason);
-                let status = refused.limit.map(|limit| self.statuses[limit]);
+                let limit = self.limit_at(refused.limit);
+                self.metrics.shed(limit, refused.rate, class, reason);
+                let status = limit.map(|limit| self.statuses[limit]);
                 let status = status.filter(|_| reason.is_of_a_limit());
                 Err(Refusal { reason, status, expected_wait: refused.expected_wait })
             }
         }
+    }
+
+    /// Which limit of the configuration is at a place of the keeper.
+    fn limit_at(&self, place: Option<usize>) -> Option<usize> {
+        place.and_then(|place| self.limits.iter().position(|set| set.limit == place))
     }
 
     /// Refuses whoever waits or comes, from now on.
@@ -188,7 +218,8 @@ impl Admission {
 
     /// What is known of the store and of every limit, as of the last heartbeat.
     pub fn outlook(&self) -> Outlook {
-        self.leases.outlook()
+        let places: Vec<usize> = self.limits.iter().map(|set| set.limit).collect();
+        self.leases.outlook().of(&places)
     }
 
     /// A limit as the store has it now.
@@ -220,7 +251,7 @@ impl Admission {
         limit: usize,
         slots: Option<u32>,
     ) -> Result<SetStatus, StoreError> {
-        if !self.leases.set_slots(limit, slots).await {
+        if !self.leases.set_slots(self.limits[limit].limit, slots).await {
             let text = "the order may not have reached the store";
             return Err(StoreError::Unavailable(text.to_owned()));
         }
@@ -290,7 +321,25 @@ fn heartbeat_of(lease: Duration) -> Duration {
     Duration::from_secs(1).min(lease / 4)
 }
 
-fn limit_settings(config: &Config, index: usize, local: bool) -> LimitSettings {
+/// Every limit at its place, which it keeps as long as the process lives; and all places.
+fn placed(
+    config: &Config,
+    mut places: Vec<Arc<str>>,
+    local: bool,
+) -> (Vec<Arc<str>>, Vec<LimitSettings>) {
+    let mut place_of = |name: &Arc<str>| {
+        places.iter().position(|known| known == name).unwrap_or_else(|| {
+            places.push(Arc::clone(name));
+            places.len() - 1
+        })
+    };
+    let limits = (0..config.limits.len())
+        .map(|limit| limit_settings(config, limit, place_of(&config.limits[limit].name), local))
+        .collect();
+    (places, limits)
+}
+
+fn limit_settings(config: &Config, index: usize, place: usize, local: bool) -> LimitSettings {
     let limit = &config.limits[index];
     let lease = if local { FOREVER } else { limit.lease };
     let recovery = match (local, limit.recovery) {
@@ -320,7 +369,7 @@ fn limit_settings(config: &Config, index: usize, local: bool) -> LimitSettings {
                 queue: policy.queue.unwrap_or(u32::MAX),
             })
             .collect(),
-        limit: index,
+        limit: place,
     };
     let timeout = limit.queue.timeout;
     LimitSettings {

@@ -6,28 +6,30 @@ use std::{
     future::Future,
     io::{self, IsTerminal},
     net::SocketAddr,
+    pin::pin,
     process::ExitCode,
     sync::Arc,
     time::Duration,
 };
 
+use arc_swap::ArcSwap;
 use tokio::{
     net::TcpListener,
     runtime::Builder,
     signal::unix::{SignalKind, signal},
     sync::{oneshot, watch},
 };
-
 use tracing_subscriber::EnvFilter;
 
 use crate::{
     admin::{self, Admin},
     admission::Admission,
     cli,
-    config::{AdminListen, Config, QuickOptions, Recovery, Secret, StoreKind},
+    config::{self, AdminListen, Config, ConfigError, QuickOptions, Recovery, Secret, StoreKind},
     demo,
     metrics::Metrics,
     proxy::Proxy,
+    reload::{Reloads, Source},
     remote::{self, Remote, RemoteError},
     server,
     store::{MemoryStore, RedisStore, SlotStore, StoreError},
@@ -104,29 +106,109 @@ impl App {
     }
 
     /// Serves until `stop`, then drains: readiness red, listener closed, waiters refused, streams finished or cut,
-    /// slots back. Returns how many streams were cut.
-    pub async fn run(self, stop: impl Future<Output = ()> + Send) -> usize {
-        let metrics = Metrics::new(&self.config);
-        let admission = Admission::start(&self.config, self.store, Arc::clone(&metrics));
-        let proxy = Proxy::new(&self.config, Arc::clone(&admission), Arc::clone(&metrics));
+    /// slots back. Returns how many streams were cut. Meanwhile the configuration follows its source, if there is one.
+    pub async fn run(
+        self,
+        stop: impl Future<Output = ()> + Send,
+        mut reloads: Option<Reloads>,
+    ) -> usize {
         let (draining, seen) = watch::channel(false);
+        let mut running = Running::start(self.config, self.store, seen);
         if let Some(listener) = self.admin {
-            let admin = Admin::new(&self.config, Arc::clone(&admission), metrics, seen);
-            tokio::spawn(admin::serve(listener, admin));
+            tokio::spawn(admin::serve(listener, Arc::clone(&running.admin)));
         }
         let (close, closed) = oneshot::channel();
-        let settings = self.config.server.clone();
+        let proxy = Arc::clone(&running.proxy);
+        let settings = running.settings.subscribe();
         let serving = tokio::spawn(server::serve(self.listener, proxy, settings, async {
             let _ = closed.await;
         }));
-        stop.await;
+        let mut stop = pin!(stop);
+        loop {
+            tokio::select! {
+                biased;
+                () = &mut stop => break,
+                loaded = next(&mut reloads) => running.follow(loaded),
+            }
+        }
         draining.send_replace(true);
-        tokio::time::sleep(self.config.server.drain_delay).await;
-        admission.drain();
+        tokio::time::sleep(running.config.server.drain_delay).await;
+        running.admission.drain();
         let _ = close.send(());
         let drained = serving.await.expect("the server doesn't panic");
-        admission.leave(LEAVE_PATIENCE).await;
+        running.admission.leave(LEAVE_PATIENCE).await;
         drained.cut
+    }
+}
+
+async fn next(reloads: &mut Option<Reloads>) -> Result<Config, ConfigError> {
+    match reloads {
+        Some(reloads) => reloads.next().await,
+        None => std::future::pending().await,
+    }
+}
+
+/// What one configuration made, and what takes the next one's in its place.
+struct Running {
+    config: Config,
+    metrics: Arc<Metrics>,
+    admission: Arc<Admission>,
+    proxy: Arc<ArcSwap<Proxy>>,
+    admin: Arc<ArcSwap<Admin>>,
+    settings: watch::Sender<config::Server>,
+    draining: watch::Receiver<bool>,
+}
+
+impl Running {
+    fn start(config: Config, store: Arc<dyn SlotStore>, draining: watch::Receiver<bool>) -> Self {
+        let metrics = Metrics::new(&config);
+        let admission = Admission::start(&config, store, Arc::clone(&metrics));
+        let proxy = Proxy::new(&config, Arc::clone(&admission), Arc::clone(&metrics));
+        let admin =
+            Admin::new(&config, Arc::clone(&admission), Arc::clone(&metrics), draining.clone());
+        Self {
+            proxy: Arc::new(ArcSwap::new(proxy)),
+            admin: Arc::new(ArcSwap::new(admin)),
+            settings: watch::Sender::new(config.server.clone()),
+            config,
+            metrics,
+            admission,
+            draining,
+        }
+    }
+
+    /// Goes on by what was read, if that can be.
+    fn follow(&mut self, loaded: Result<Config, ConfigError>) {
+        let checked = loaded.and_then(|config| {
+            config.check_follows(&self.config)?;
+            Ok(config)
+        });
+        self.metrics.reloads().note(checked.is_ok());
+        match checked {
+            Ok(config) => {
+                self.adopt(config);
+                tracing::info!("the new configuration is in force");
+            }
+            Err(error) => tracing::error!("the configuration stays as it was: {error}"),
+        }
+    }
+
+    /// Newcomers are served by this configuration. Whoever runs goes on by the one it began with, and holds it as long.
+    fn adopt(&mut self, config: Config) {
+        self.metrics = self.metrics.adopt(&config);
+        self.admission = self.admission.adopt(&config, Arc::clone(&self.metrics));
+        let (admission, metrics) = (&self.admission, &self.metrics);
+        let proxy = self.proxy.load();
+        self.proxy.store(proxy.adopt(&config, Arc::clone(admission), Arc::clone(metrics)));
+        let draining = self.draining.clone();
+        let admin = Admin::new(&config, Arc::clone(admission), Arc::clone(metrics), draining);
+        self.admin.store(admin);
+        self.settings.send_if_modified(|server| {
+            let is_other = *server != config.server;
+            server.clone_from(&config.server);
+            is_other
+        });
+        self.config = config;
     }
 }
 
@@ -137,11 +219,13 @@ async fn listen(address: SocketAddr) -> Result<TcpListener, StartError> {
 // === the process ===
 
 /// Runs an instance until a signal ends it. SIGTERM or SIGINT drains; a second one ends at once.
-pub fn main(config: Config, threads: Option<usize>) -> ExitCode {
+/// SIGHUP and a change of the file load the configuration anew.
+pub fn main(config: Config, source: Source, threads: Option<usize>) -> ExitCode {
     on_runtime(threads, async {
         let app = App::bind(config).await?;
+        let reloads = Reloads::of(source);
         tracing::info!(listen = %app.addr(), admin = ?app.admin_addr(), "ready for requests");
-        let cut = app.run(stop_signal()).await;
+        let cut = app.run(stop_signal(), Some(reloads)).await;
         tracing::info!(cut, "stopped");
         Ok::<_, StartError>(())
     })
@@ -172,9 +256,10 @@ pub fn demo(options: &cli::Demo) -> ExitCode {
             let app = App::bind_with(config, Arc::clone(&store)).await?;
             addrs.push(app.addr());
             let mut stopped = stopped.clone();
-            instances.push(tokio::spawn(app.run(async move {
+            let stopped = async move {
                 let _ = stopped.changed().await;
-            })));
+            };
+            instances.push(tokio::spawn(app.run(stopped, None)));
         }
         let mut show = demo::Options::for_slots(slots);
         show.duration = options.duration;

@@ -11,6 +11,7 @@ use ipnet::IpNet;
 
 mod error;
 mod file;
+mod follow;
 mod headers;
 mod policy;
 mod quick;
@@ -51,7 +52,7 @@ pub struct Config {
 }
 
 /// `[server]`
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct Server {
     /// Where clients connect.
     pub listen: SocketAddr,
@@ -85,7 +86,7 @@ pub struct Admin {
 }
 
 /// `[store]`
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct Store {
     /// Which store.
     pub kind: StoreKind,
@@ -219,7 +220,7 @@ pub enum OnLeaseLost {
 }
 
 /// `[upstreams.<name>]`
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct Upstream {
     /// The name in the file.
     pub name: Arc<str>,

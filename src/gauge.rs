@@ -9,7 +9,7 @@ use std::sync::{
 #[derive(Debug)]
 pub(crate) struct Gauge {
     taken: AtomicUsize,
-    cap: usize,
+    cap: AtomicUsize,
 }
 
 /// A part of a gauge. Dropping it gives the part back.
@@ -22,7 +22,7 @@ pub(crate) struct Share {
 
 impl Gauge {
     pub(crate) fn new(cap: usize) -> Arc<Self> {
-        Arc::new(Self { taken: AtomicUsize::new(0), cap })
+        Arc::new(Self { taken: AtomicUsize::new(0), cap: cap.into() })
     }
 
     /// A part of this size, or none if it doesn't fit.
@@ -30,7 +30,12 @@ impl Gauge {
         let share = Share { gauge: Arc::clone(self), size };
         // Taken first, so that a share that doesn't fit gives itself back.
         let before = self.taken.fetch_add(size, Ordering::Relaxed);
-        (before + size <= self.cap).then_some(share)
+        (before + size <= self.cap.load(Ordering::Relaxed)).then_some(share)
+    }
+
+    /// Lets more or less be taken from now on.
+    pub(crate) fn set_cap(&self, cap: usize) {
+        self.cap.store(cap, Ordering::Relaxed);
     }
 
     #[cfg(test)]
@@ -58,5 +63,15 @@ mod tests {
         assert_eq!(gauge.taken(), 3);
         drop((one, two));
         assert_eq!(gauge.taken(), 0);
+    }
+
+    #[test]
+    fn a_lower_cap_takes_nothing_back() {
+        let gauge = Gauge::new(3);
+        let two = gauge.take(2).unwrap();
+        gauge.set_cap(1);
+        assert!(gauge.take(1).is_none());
+        drop(two);
+        assert!(gauge.take(1).is_some());
     }
 }

@@ -10,7 +10,10 @@
 use std::{
     future::Future,
     pin::Pin,
-    sync::{Arc, Mutex, MutexGuard, TryLockError},
+    sync::{
+        Arc, Mutex, MutexGuard, TryLockError,
+        atomic::{AtomicBool, Ordering::Relaxed},
+    },
     task::{Context, Poll},
     time::Duration,
 };
@@ -53,7 +56,7 @@ struct Desk {
     inbox: Mutex<Vec<Message>>,
     keeper: Mutex<Keeper>,
     /// Whether slots of any limit may be kept warm.
-    is_warm: bool,
+    is_warm: AtomicBool,
     wake: Notify,
     idle: Notify,
 }
@@ -119,7 +122,7 @@ pub struct Outlook {
     pub started: bool,
     /// Whether any set is in recovery.
     pub recovering: bool,
-    /// The sets as of the last heartbeat, in the order of the settings.
+    /// The sets as of the last heartbeat, each at its place.
     pub sets: Vec<SetState>,
     /// Slots that this instance holds, per set.
     pub local: Vec<u32>,
@@ -129,15 +132,32 @@ pub struct Outlook {
     pub hold: Vec<Option<Duration>>,
 }
 
+impl Outlook {
+    /// Of these places only, in this order.
+    #[must_use]
+    pub fn of(self, places: &[usize]) -> Self {
+        fn pick<T: Clone>(all: &[T], places: &[usize]) -> Vec<T> {
+            places.iter().map(|&place| all[place].clone()).collect()
+        }
+        Self {
+            shares: pick(&self.shares, places),
+            sets: pick(&self.sets, places),
+            local: pick(&self.local, places),
+            arrival_rate: pick(&self.arrival_rate, places),
+            hold: pick(&self.hold, places),
+            ..self
+        }
+    }
+}
+
 // === impl Leases ===
 
 impl Leases {
     /// Starts the keeper of an instance on the current runtime.
     pub fn start(store: Arc<dyn SlotStore>, settings: Settings) -> Self {
         let instance = settings.instance;
-        let is_warm = settings.limits.iter().any(|limit| limit.set.warm);
         let desk = Arc::new(Desk {
-            is_warm,
+            is_warm: settings.is_warm().into(),
             keeper: Mutex::new(Keeper::new(settings, Instant::now())),
             inbox: Mutex::new(Vec::new()),
             wake: Notify::new(),
@@ -169,7 +189,7 @@ impl Leases {
     /// Asks for slots. `ask.id` was never used before; at the deadline, if there is one, the client gives up by itself.
     pub fn acquire(&self, ask: Ask, deadline: Option<Instant>) -> Pending {
         let (desk, id, now) = (&self.desk, ask.id, Instant::now());
-        if (desk.is_warm || desk.store.local().is_some())
+        if (desk.is_warm() || desk.store.local().is_some())
             && let Ok(mut keeper) = desk.keeper.try_lock()
         {
             if let Some(slots) = keeper.reuse(&ask, now) {
@@ -186,6 +206,13 @@ impl Leases {
         let pending = Pending::waiting(desk, id, answer);
         desk.say(Message::Acquire { ask, asked: now, deadline, answer: sender });
         pending
+    }
+
+    /// Goes on by other settings. Who holds keeps what it has and who waits its place; a limit that is named no more
+    /// stays for them.
+    pub fn adopt(&self, settings: Settings) {
+        self.desk.is_warm.store(settings.is_warm(), Relaxed);
+        self.desk.look(|keeper| keeper.adopt(settings, Instant::now()));
     }
 
     /// Orders other slots for a limit, fleet-wide, above what configurations claim; none ends that. False if the order
@@ -230,6 +257,10 @@ impl Leases {
 // === impl Desk ===
 
 impl Desk {
+    fn is_warm(&self) -> bool {
+        self.is_warm.load(Relaxed)
+    }
+
     fn lock(&self) -> MutexGuard<'_, Keeper> {
         self.keeper.lock().unwrap_or_else(|_| std::process::abort())
     }
@@ -577,7 +608,7 @@ impl Lease {
 
 impl Drop for Lease {
     fn drop(&mut self) {
-        if self.desk.is_warm && self.desk.keep_warm(&mut self.slots, self.taken) {
+        if self.desk.is_warm() && self.desk.keep_warm(&mut self.slots, self.taken) {
             return;
         }
         match &mut self.slots {

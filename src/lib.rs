@@ -22,6 +22,7 @@ pub mod metrics;
 pub mod proxy;
 pub mod reason;
 mod registry;
+pub mod reload;
 pub mod remote;
 mod reply;
 mod route;

@@ -6,6 +6,7 @@ use tidegate::{
     app, check,
     cli::{self, Command},
     config::{Config, ConfigError},
+    reload::Source,
     size,
 };
 
@@ -19,7 +20,11 @@ fn main() -> ExitCode {
     let command = cli::parse();
     app::init();
     match command {
-        Command::Run(run) => with_config(run.load(), |config| app::main(config, run.threads)),
+        Command::Run(run) => {
+            let (file, threads) = (run.file(), run.threads);
+            let mut source = Source::new(file, move || run.load());
+            with_config(source.load(), |config| app::main(config, source, threads))
+        }
         Command::Check(options) => with_config(Config::load(&options.config), |config| {
             print!("{}", check::report(&config));
             ExitCode::SUCCESS

@@ -23,29 +23,61 @@ use crate::{
     reason::Reason,
 };
 
+mod reloads;
+
+pub use reloads::Reloads;
+
 /// From half a millisecond to a quarter of an hour.
 const SECONDS: [f64; 16] = [
     0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0, 60.0, 300.0,
     900.0,
 ];
 
-/// Every metric of an instance.
+/// Every metric of an instance, with the handles that one configuration needs.
 #[derive(Debug)]
 pub struct Metrics {
-    registry: Registry,
+    all: Arc<Families>,
     limits: Vec<LimitMetrics>,
     routes: Vec<RouteMetrics>,
+    classes: Vec<Arc<str>>,
+    rates: Vec<Arc<str>>,
+}
+
+/// What is counted, whatever the configuration says.
+#[derive(Debug)]
+struct Families {
+    registry: Registry,
+    limits: LimitFamilies,
+    routes: RouteFamilies,
     shed: Family<ShedLabels, Counter>,
     shadow: Family<ShedLabels, Counter>,
     degraded: Family<DegradedLabels, Counter>,
-    classes: Vec<Arc<str>>,
-    rates: Vec<Arc<str>>,
     store_up: Gauge,
     recovery: Gauge,
     away: Gauge,
     /// Taken over, from the share, without any limit.
     alone: [Counter; 3],
     readded: Counter,
+    reloads: Reloads,
+}
+
+#[derive(Debug)]
+struct LimitFamilies {
+    slots: Family<LimitLabel, Gauge>,
+    holders: Family<LimitLabel, Gauge>,
+    local: Family<LimitLabel, Gauge>,
+    waiting: Family<LimitLabel, Gauge>,
+    share: Family<LimitLabel, Gauge>,
+    acquire: Family<AcquireLabels, Counter>,
+    lost: Family<LimitLabel, Counter>,
+    wait: Histograms<LimitLabel>,
+    hold: Histograms<LimitLabel>,
+}
+
+#[derive(Debug)]
+struct RouteFamilies {
+    requests: Family<RequestLabels, Counter>,
+    seconds: Histograms<RouteLabel>,
 }
 
 /// The semaphore family of one limit.
@@ -126,47 +158,35 @@ impl MetricConstructor<Histogram> for InSeconds {
 type Histograms<L> = Family<L, Histogram, InSeconds>;
 
 impl Metrics {
-    /// Registers every metric that the configuration can give rise to.
+    /// Registers every metric, with handles for this configuration.
     pub fn new(config: &Config) -> Arc<Self> {
-        let mut registry = Registry::with_prefix("tidegate");
-        let limits = register_limits(&mut registry, config);
-        let routes = register_routes(&mut registry, config);
-        let shed = Family::default();
-        registry.register("shed", "Requests refused, by limit, class and reason", shed.clone());
-        let (store_up, recovery) = (Gauge::default(), Gauge::default());
-        registry.register("store_up", "1 while the store answers", store_up.clone());
-        registry.register(
-            "recovery",
-            "1 while nobody is admitted because the store's memory may be incomplete",
-            recovery.clone(),
-        );
-        let (away, alone, readded) = register_away(&mut registry);
-        let (shadow, degraded) = (Family::default(), Family::default());
-        registry.register(
-            "shadow",
-            "Requests that a limit or rate in shadow mode would have refused",
-            shadow.clone(),
-        );
-        registry.register(
-            "degraded",
-            "Requests answered by a step of their route's ladder",
-            degraded.clone(),
-        );
+        Self::of(Arc::new(Families::register()), config)
+    }
+
+    /// The same metrics with handles for another configuration. What is gone from it is shown no more, but for what was
+    /// counted.
+    pub fn adopt(&self, config: &Config) -> Arc<Self> {
+        for gone in &self.limits {
+            if !config.limits.iter().any(|limit| limit.name == gone.name) {
+                self.all.limits.forget(&gone.name);
+            }
+        }
+        Self::of(Arc::clone(&self.all), config)
+    }
+
+    fn of(all: Arc<Families>, config: &Config) -> Arc<Self> {
         Arc::new(Self {
-            registry,
-            limits,
-            routes,
-            shed,
-            shadow,
-            degraded,
-            store_up,
-            recovery,
-            away,
-            alone,
-            readded,
+            limits: config.limits.iter().map(|limit| all.limits.of(&limit.name)).collect(),
+            routes: config.routes.iter().map(|route| all.routes.of(&route.name)).collect(),
             classes: config.classes.order.clone(),
             rates: config.rates.iter().map(|rate| Arc::clone(&rate.name)).collect(),
+            all,
         })
+    }
+
+    /// How reading the configuration again went.
+    pub fn reloads(&self) -> &Reloads {
+        &self.all.reloads
     }
 
     /// The handles of a limit.
@@ -181,7 +201,7 @@ impl Metrics {
 
     /// Counts a refusal.
     pub fn shed(&self, limit: Option<usize>, rate: Option<usize>, class: usize, reason: Reason) {
-        self.shed.get_or_create(&self.shed_labels(limit, rate, class, reason)).inc();
+        self.all.shed.get_or_create(&self.shed_labels(limit, rate, class, reason)).inc();
     }
 
     /// Counts what a limit or a rate in shadow mode would have refused.
@@ -192,13 +212,13 @@ impl Metrics {
         class: usize,
         reason: Reason,
     ) {
-        self.shadow.get_or_create(&self.shed_labels(limit, rate, class, reason)).inc();
+        self.all.shadow.get_or_create(&self.shed_labels(limit, rate, class, reason)).inc();
     }
 
     /// Counts an answer that a step of a route's ladder gave.
     pub fn degraded(&self, route: usize, step: &'static str) {
         let labels = DegradedLabels { route: self.routes[route].name.to_string(), step };
-        self.degraded.get_or_create(&labels).inc();
+        self.all.degraded.get_or_create(&labels).inc();
     }
 
     /// A rate stands where its limit would.
@@ -217,14 +237,15 @@ impl Metrics {
 
     /// The exposition, in OpenMetrics text.
     pub fn render(&self, outlook: &Outlook) -> String {
-        self.store_up.set(outlook.up.into());
-        self.recovery.set(outlook.recovering.into());
-        self.away.set(outlook.away.into());
+        let all = &self.all;
+        all.store_up.set(outlook.up.into());
+        all.recovery.set(outlook.recovering.into());
+        all.away.set(outlook.away.into());
         let Alone { taken_over, shared, open } = outlook.alone;
-        for (counter, count) in self.alone.iter().zip([taken_over, shared, open]) {
+        for (counter, count) in all.alone.iter().zip([taken_over, shared, open]) {
             catch_up(counter, count);
         }
-        catch_up(&self.readded, outlook.readded);
+        catch_up(&all.readded, outlook.readded);
         for (limit, share) in self.limits.iter().zip(&outlook.shares) {
             limit.share.set((*share).into());
         }
@@ -235,7 +256,7 @@ impl Metrics {
             limit.local.set((*local).into());
         }
         let mut text = String::new();
-        encode(&mut text, &self.registry).expect("writing to a string can't fail");
+        encode(&mut text, &all.registry).expect("writing to a string can't fail");
         text
     }
 }
@@ -276,54 +297,115 @@ impl RouteMetrics {
     }
 }
 
-fn register_limits(registry: &mut Registry, config: &Config) -> Vec<LimitMetrics> {
-    let (slots, holders, local, waiting) = (
-        Family::<LimitLabel, Gauge>::default(),
-        Family::<LimitLabel, Gauge>::default(),
-        Family::<LimitLabel, Gauge>::default(),
-        Family::<LimitLabel, Gauge>::default(),
-    );
-    let acquire = Family::<AcquireLabels, Counter>::default();
-    let (lost, share) =
-        (Family::<LimitLabel, Counter>::default(), Family::<LimitLabel, Gauge>::default());
-    registry.register(
-        "lease_lost",
-        "Requests cut because their slot might have become another's (on_lease_lost = cut)",
-        lost.clone(),
-    );
-    let (wait, hold) = (
-        Histograms::<LimitLabel>::new_with_constructor(InSeconds),
-        Histograms::<LimitLabel>::new_with_constructor(InSeconds),
-    );
-    let semaphore = registry.sub_registry_with_prefix("semaphore");
-    semaphore.register("limit", "Slots in force, fleet-wide", slots.clone());
-    semaphore.register("current_holders", "Slots taken, fleet-wide", holders.clone());
-    semaphore.register("local_holders", "Slots taken by this instance", local.clone());
-    semaphore.register("waiting", "Requests waiting for a slot, fleet-wide", waiting.clone());
-    semaphore.register("share", "This instance's slots if the store goes away now", share.clone());
-    semaphore.register("acquire", "Requests that asked for a slot, by result", acquire.clone());
-    semaphore.register("wait_seconds", "From asking for a slot to having it", wait.clone());
-    semaphore.register("hold_seconds", "From having a slot to giving it back", hold.clone());
-    let handles = config.limits.iter().map(|limit| {
-        let label = LimitLabel { limit: limit.name.to_string() };
+// === impl Families ===
+
+impl Families {
+    fn register() -> Self {
+        let mut registry = Registry::with_prefix("tidegate");
+        let limits = LimitFamilies::register(&mut registry);
+        let routes = RouteFamilies::register(&mut registry);
+        let shed = Family::default();
+        registry.register("shed", "Requests refused, by limit, class and reason", shed.clone());
+        let (store_up, recovery) = (Gauge::default(), Gauge::default());
+        registry.register("store_up", "1 while the store answers", store_up.clone());
+        registry.register(
+            "recovery",
+            "1 while nobody is admitted because the store's memory may be incomplete",
+            recovery.clone(),
+        );
+        let (away, alone, readded) = register_away(&mut registry);
+        let (shadow, degraded) = (Family::default(), Family::default());
+        registry.register(
+            "shadow",
+            "Requests that a limit or rate in shadow mode would have refused",
+            shadow.clone(),
+        );
+        registry.register(
+            "degraded",
+            "Requests answered by a step of their route's ladder",
+            degraded.clone(),
+        );
+        let reloads = Reloads::register(&mut registry);
+        Self {
+            registry,
+            limits,
+            routes,
+            shed,
+            shadow,
+            degraded,
+            store_up,
+            recovery,
+            away,
+            alone,
+            readded,
+            reloads,
+        }
+    }
+}
+
+impl LimitFamilies {
+    fn register(registry: &mut Registry) -> Self {
+        let families = Self {
+            slots: Family::default(),
+            holders: Family::default(),
+            local: Family::default(),
+            waiting: Family::default(),
+            share: Family::default(),
+            acquire: Family::default(),
+            lost: Family::default(),
+            wait: Histograms::new_with_constructor(InSeconds),
+            hold: Histograms::new_with_constructor(InSeconds),
+        };
+        let Self { slots, holders, local, waiting, share, acquire, lost, wait, hold } = &families;
+        registry.register(
+            "lease_lost",
+            "Requests cut because their slot might have become another's (on_lease_lost = cut)",
+            lost.clone(),
+        );
+        let semaphore = registry.sub_registry_with_prefix("semaphore");
+        semaphore.register("limit", "Slots in force, fleet-wide", slots.clone());
+        semaphore.register("current_holders", "Slots taken, fleet-wide", holders.clone());
+        semaphore.register("local_holders", "Slots taken by this instance", local.clone());
+        semaphore.register("waiting", "Requests waiting for a slot, fleet-wide", waiting.clone());
+        semaphore.register(
+            "share",
+            "This instance's slots if the store goes away now",
+            share.clone(),
+        );
+        semaphore.register("acquire", "Requests that asked for a slot, by result", acquire.clone());
+        semaphore.register("wait_seconds", "From asking for a slot to having it", wait.clone());
+        semaphore.register("hold_seconds", "From having a slot to giving it back", hold.clone());
+        families
+    }
+
+    fn of(&self, name: &Arc<str>) -> LimitMetrics {
+        let label = LimitLabel { limit: name.to_string() };
         let acquired = |result| {
-            acquire.get_or_create_owned(&AcquireLabels { limit: limit.name.to_string(), result })
+            let labels = AcquireLabels { limit: name.to_string(), result };
+            self.acquire.get_or_create_owned(&labels)
         };
         LimitMetrics {
-            slots: slots.get_or_create_owned(&label),
-            holders: holders.get_or_create_owned(&label),
-            local: local.get_or_create_owned(&label),
-            waiting: waiting.get_or_create_owned(&label),
+            slots: self.slots.get_or_create_owned(&label),
+            holders: self.holders.get_or_create_owned(&label),
+            local: self.local.get_or_create_owned(&label),
+            waiting: self.waiting.get_or_create_owned(&label),
             granted: acquired("granted"),
             refused: acquired("refused"),
-            lost: lost.get_or_create_owned(&label),
-            share: share.get_or_create_owned(&label),
-            wait: wait.get_or_create_owned(&label),
-            hold: hold.get_or_create_owned(&label),
-            name: Arc::clone(&limit.name),
+            lost: self.lost.get_or_create_owned(&label),
+            share: self.share.get_or_create_owned(&label),
+            wait: self.wait.get_or_create_owned(&label),
+            hold: self.hold.get_or_create_owned(&label),
+            name: Arc::clone(name),
         }
-    });
-    handles.collect()
+    }
+
+    /// Shows no more how a limit stands.
+    fn forget(&self, name: &Arc<str>) {
+        let label = LimitLabel { limit: name.to_string() };
+        for gauges in [&self.slots, &self.holders, &self.local, &self.waiting, &self.share] {
+            gauges.remove(&label);
+        }
+    }
 }
 
 fn register_away(registry: &mut Registry) -> (Gauge, [Counter; 3], Counter) {
@@ -353,16 +435,25 @@ fn catch_up(counter: &Counter, count: u64) {
     counter.inc_by(count.saturating_sub(counter.get()));
 }
 
-fn register_routes(registry: &mut Registry, config: &Config) -> Vec<RouteMetrics> {
-    let requests = Family::<RequestLabels, Counter>::default();
-    let seconds = Histograms::<RouteLabel>::new_with_constructor(InSeconds);
-    registry.register("requests", "Requests answered, by route and status", requests.clone());
-    registry.register("request_seconds", "From a request's head to its answer's", seconds.clone());
-    let handles = config.routes.iter().map(|route| RouteMetrics {
-        name: Arc::clone(&route.name),
-        requests: requests.clone(),
-        by_status: (100..600).map(|_| OnceLock::new()).collect(),
-        seconds: seconds.get_or_create_owned(&RouteLabel { route: route.name.to_string() }),
-    });
-    handles.collect()
+impl RouteFamilies {
+    fn register(registry: &mut Registry) -> Self {
+        let requests = Family::default();
+        let seconds = Histograms::new_with_constructor(InSeconds);
+        registry.register("requests", "Requests answered, by route and status", requests.clone());
+        registry.register(
+            "request_seconds",
+            "From a request's head to its answer's",
+            seconds.clone(),
+        );
+        Self { requests, seconds }
+    }
+
+    fn of(&self, name: &Arc<str>) -> RouteMetrics {
+        RouteMetrics {
+            name: Arc::clone(name),
+            requests: self.requests.clone(),
+            by_status: (100..600).map(|_| OnceLock::new()).collect(),
+            seconds: self.seconds.get_or_create_owned(&RouteLabel { route: name.to_string() }),
+        }
+    }
 }

@@ -16,7 +16,7 @@ use uuid::Uuid;
 use crate::{
     admission::{Admission, Arrival, Permit},
     client,
-    config::{ClassRule, Config, Dialect, HeaderRules, Route, WeightRule},
+    config::{self, ClassRule, Config, Dialect, HeaderRules, Route, WeightRule},
     copies::{Copies, Interest, Tee},
     degrade::{self, Rung},
     exchange::{Failure, Held, Owner},
@@ -54,6 +54,8 @@ pub struct Proxy {
     routes: Routes,
     rules: Vec<Rules>,
     upstreams: Vec<Arc<Upstream>>,
+    /// What these were made of.
+    made_of: Vec<config::Upstream>,
     copies: Option<Arc<Copies>>,
     admission: Arc<Admission>,
     metrics: Arc<Metrics>,
@@ -154,21 +156,52 @@ struct Call {
 impl Proxy {
     /// Must be called inside the runtime on which the upstream connections will live.
     pub fn new(config: &Config, admission: Arc<Admission>, metrics: Arc<Metrics>) -> Arc<Self> {
-        let upstreams: Vec<_> =
-            config.upstreams.iter().map(|upstream| Arc::new(Upstream::new(upstream))).collect();
+        Self::build(config, admission, metrics, None)
+    }
+
+    /// The proxy of another configuration, with what running requests and connections of this one have in common with it.
+    pub fn adopt(
+        &self,
+        config: &Config,
+        admission: Arc<Admission>,
+        metrics: Arc<Metrics>,
+    ) -> Arc<Self> {
+        self.seats.set_cap(config.server.max_in_flight);
+        Self::build(config, admission, metrics, Some(self))
+    }
+
+    fn build(
+        config: &Config,
+        admission: Arc<Admission>,
+        metrics: Arc<Metrics>,
+        before: Option<&Self>,
+    ) -> Arc<Self> {
+        let kept = |upstream: &config::Upstream| {
+            let at = before?.made_of.iter().position(|known| known == upstream)?;
+            Some(Arc::clone(&before?.upstreams[at]))
+        };
+        let upstreams = config
+            .upstreams
+            .iter()
+            .map(|upstream| kept(upstream).unwrap_or_else(|| Arc::new(Upstream::new(upstream))));
         let runtime = Handle::current();
+        let shared = |gauge: fn(&Self) -> &Arc<Gauge>, cap| {
+            before.map_or_else(|| Gauge::new(cap), |before| Arc::clone(gauge(before)))
+        };
         Arc::new(Self {
             routes: Routes::new(&config.routes),
             rules: config.routes.iter().map(|route| Rules::of(config, route)).collect(),
-            upstreams,
+            upstreams: upstreams.collect(),
+            made_of: config.upstreams.clone(),
             copies: Copies::new(config),
             admission,
             metrics,
             trusted: config.server.trusted_proxies.clone(),
             stall: config.server.stall_timeout,
-            seats: Gauge::new(config.server.max_in_flight),
-            small_bodies: Gauge::new(SMALL_BODIES),
-            registry: Registry::start(&runtime),
+            seats: shared(|proxy| &proxy.seats, config.server.max_in_flight),
+            small_bodies: shared(|proxy| &proxy.small_bodies, SMALL_BODIES),
+            registry: before
+                .map_or_else(|| Registry::start(&runtime), |before| Arc::clone(&before.registry)),
             runtime,
         })
     }

@@ -7,10 +7,11 @@
 
 use std::{future::Future, sync::Arc};
 
+use arc_swap::ArcSwap;
 use bytes::Bytes;
 use http::{Request, Response, StatusCode};
 use http_body::Body;
-use tokio::net::TcpListener;
+use tokio::{net::TcpListener, sync::watch};
 
 use crate::config;
 
@@ -66,12 +67,29 @@ pub struct Drained {
     pub cut: usize,
 }
 
+/// Whoever is in charge when a request comes answers it.
+impl<H: Handler> Handler for ArcSwap<H> {
+    type Body = H::Body;
+
+    async fn handle(
+        &self,
+        request: Request<RequestBody>,
+        conn: &Arc<ClientConn>,
+    ) -> Response<Self::Body> {
+        self.load_full().handle(request, conn).await
+    }
+
+    fn unreadable(&self, status: StatusCode) -> Response<Bytes> {
+        self.load().unreadable(status)
+    }
+}
+
 /// Serves clients until `stop`, then closes the listener, lets running requests finish for at most
-/// the drain timeout and cuts what is left.
+/// the drain timeout and cuts what is left. New settings are for new connections.
 pub async fn serve<H: Handler>(
     listener: TcpListener,
     handler: Arc<H>,
-    settings: config::Server,
+    settings: watch::Receiver<config::Server>,
     stop: impl Future<Output = ()>,
 ) -> Drained {
     accept::Acceptor::new(listener, handler, settings).run(stop).await

@@ -31,6 +31,14 @@ pub enum ConfigError {
         /// The source line with carets under the value.
         snippet: String,
     },
+    /// A running instance can't change this.
+    #[error("{key}: changes with a restart only: {why}")]
+    NeedsRestart {
+        /// The dotted key.
+        key: String,
+        /// What stands against it.
+        why: &'static str,
+    },
     /// A flag breaks a rule.
     #[error("{flag}: {rule}")]
     Flag {

@@ -3,7 +3,7 @@
 use http::{HeaderMap, HeaderName, HeaderValue};
 
 /// `request_headers` and `response_headers` of a route, and `set_headers` of an upstream.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug, Default, PartialEq)]
 pub struct HeaderRules {
     pub(super) remove: Vec<HeaderName>,
     pub(super) set: Vec<(HeaderName, HeaderValue)>,

@@ -15,7 +15,7 @@ use rustls::{
 };
 
 /// `tls` of `[server]`
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct ServerTls {
     /// What clients are shown.
     pub identity: Identity,
@@ -82,6 +82,22 @@ impl Identity {
     /// What a handshake needs.
     pub fn certified(&self) -> Arc<CertifiedKey> {
         Arc::clone(&self.certified)
+    }
+}
+
+impl PartialEq for Identity {
+    /// A key fits its certificate, so it needs no look.
+    fn eq(&self, other: &Self) -> bool {
+        self.files() == other.files() && self.certified.cert == other.certified.cert
+    }
+}
+
+impl PartialEq for UpstreamTls {
+    fn eq(&self, other: &Self) -> bool {
+        let trusted = |tls: &Self| tls.roots.as_ref().map(|roots| roots.roots.clone());
+        trusted(self) == trusted(other)
+            && self.identity == other.identity
+            && self.insecure == other.insecure
     }
 }
 

@@ -17,6 +17,7 @@ use crate::store::{
     Release, ReleaseReply, Renew, Renewed, Reply, SetSpec, SetState, Shed, Stamp, StoreError, Want,
 };
 
+mod adopt;
 mod answers;
 mod at_once;
 mod away;
@@ -48,7 +49,7 @@ const FAILURES_TO_GIVE_UP: u32 = 3;
 pub struct Settings {
     /// New for every start of a process.
     pub instance: Uuid,
-    /// Every limit, in the order of the configuration.
+    /// Every limit, each at the place that its set names.
     pub limits: Vec<LimitSettings>,
     /// Between two heartbeats.
     pub heartbeat: Duration,
@@ -223,6 +224,13 @@ enum Leaving {
     Wanted,
     Said,
     Done,
+}
+
+impl Settings {
+    /// Whether slots of any limit may be kept warm.
+    pub(super) fn is_warm(&self) -> bool {
+        self.limits.iter().any(|limit| limit.set.warm)
+    }
 }
 
 impl Answer {

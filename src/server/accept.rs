@@ -13,7 +13,7 @@ use std::{
 use socket2::{SockRef, TcpKeepalive};
 use tokio::{
     net::{TcpListener, TcpStream},
-    sync::{OwnedSemaphorePermit, Semaphore, mpsc},
+    sync::{OwnedSemaphorePermit, Semaphore, mpsc, watch},
     time,
 };
 
@@ -37,8 +37,11 @@ const CUT_GRACE: Duration = Duration::from_secs(1);
 /// Owns the listener and knows every connection.
 pub(super) struct Acceptor<H> {
     listener: TcpListener,
+    handler: Arc<H>,
     server: Arc<Server<H>>,
+    settings: watch::Receiver<config::Server>,
     permits: Arc<Semaphore>,
+    max_connections: usize,
     clients: Vec<Weak<ClientConn>>,
     drain_timeout: Duration,
     // Each connection holds a clone of `alive`; `all_gone` ends when the last one is dropped.
@@ -47,14 +50,22 @@ pub(super) struct Acceptor<H> {
 }
 
 impl<H: Handler> Acceptor<H> {
-    pub(super) fn new(listener: TcpListener, handler: Arc<H>, settings: config::Server) -> Self {
+    pub(super) fn new(
+        listener: TcpListener,
+        handler: Arc<H>,
+        mut settings: watch::Receiver<config::Server>,
+    ) -> Self {
         prepare(&listener);
         let (alive, all_gone) = mpsc::channel(1);
+        let now = settings.borrow_and_update().clone();
         Self {
             listener,
-            permits: Arc::new(Semaphore::new(settings.max_connections.min(Semaphore::MAX_PERMITS))),
-            drain_timeout: settings.drain_timeout,
-            server: Arc::new(Server::new(handler, &settings)),
+            permits: Arc::new(Semaphore::new(now.max_connections)),
+            max_connections: now.max_connections,
+            drain_timeout: now.drain_timeout,
+            server: Arc::new(Server::new(Arc::clone(&handler), &now)),
+            handler,
+            settings,
             clients: Vec::new(),
             alive,
             all_gone,
@@ -67,11 +78,33 @@ impl<H: Handler> Acceptor<H> {
             let next = tokio::select! {
                 biased;
                 () = &mut stop => break,
-                next = next(&self.listener, &self.permits) => next,
+                () = changed(&mut self.settings) => None,
+                next = next(&self.listener, &self.permits) => Some(next),
             };
-            self.start(next);
+            match next {
+                Some(next) => self.start(next),
+                None => self.adopt_settings(),
+            }
         }
         self.drain().await
+    }
+
+    /// From now on connections are served by other settings.
+    fn adopt_settings(&mut self) {
+        let now = self.settings.borrow_and_update().clone();
+        self.drain_timeout = now.drain_timeout;
+        self.server = Arc::new(Server::new(Arc::clone(&self.handler), &now));
+        let before = std::mem::replace(&mut self.max_connections, now.max_connections);
+        self.permits.add_permits(now.max_connections.saturating_sub(before));
+        if let Ok(fewer @ 1..) = u32::try_from(before.saturating_sub(now.max_connections)) {
+            let permits = Arc::clone(&self.permits);
+            // Nobody else gets a permit before these have come back.
+            tokio::spawn(async move {
+                if let Ok(surplus) = permits.acquire_many_owned(fewer).await {
+                    surplus.forget();
+                }
+            });
+        }
     }
 
     fn start(&mut self, (stream, peer, permit): (TcpStream, SocketAddr, OwnedSemaphorePermit)) {
@@ -112,6 +145,13 @@ impl<H: Handler> Acceptor<H> {
         // A handler that blocks its thread must not keep the process.
         let _ = time::timeout(CUT_GRACE, all_gone.recv()).await;
         Drained { cut }
+    }
+}
+
+/// Resolves when there are new settings, which may be never.
+async fn changed(settings: &mut watch::Receiver<config::Server>) {
+    if settings.changed().await.is_err() {
+        std::future::pending().await
     }
 }
 

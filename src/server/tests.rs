@@ -162,6 +162,7 @@ impl Running {
         let (send, events) = mpsc::unbounded_channel();
         let handler = Arc::new(Scripted { events: send, gate: Semaphore::new(0) });
         let (stop, stopped) = oneshot::channel();
+        let (_, settings) = watch::channel(settings);
         let served = tokio::spawn(serve(listener, Arc::clone(&handler), settings, async {
             let _ = stopped.await;
         }));

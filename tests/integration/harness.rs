@@ -15,7 +15,7 @@ mod self_test;
 mod upstream;
 
 pub(crate) use client::{Answer, Client, H2, Raw, get};
-pub(crate) use proxy::{Conf, Proxy, config_file, one_limit, run_to_end};
+pub(crate) use proxy::{Conf, Proxy, Reload, config_file, one_limit, run_to_end};
 pub(crate) use redis::{Redis, Sentinels};
 pub(crate) use relay::Relay;
 pub(crate) use upstream::Upstream;

@@ -26,6 +26,7 @@ mod leaks;
 mod limit_change;
 mod rates;
 mod refusal;
+mod reload;
 mod sdk;
 mod shutdown;
 mod stale;

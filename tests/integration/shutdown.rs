@@ -1,6 +1,6 @@
 //! SIGTERM: requests in flight finish, waiters are refused as draining, every slot is back before the process ends.
 
-use crate::harness::{Client, Proxy, Redis, Upstream, eventually, one_limit};
+use crate::harness::{Client, Proxy, Raw, Redis, Upstream, eventually, get, one_limit};
 
 #[tokio::test]
 async fn requests_in_flight_finish_and_waiters_are_refused() {
@@ -72,4 +72,69 @@ async fn a_second_sigterm_ends_at_once() {
     proxy.sigterm();
     // The stream's gate was never opened and the drain has ten minutes: nothing else ends the process.
     proxy.wait_exit().await;
+}
+
+#[tokio::test]
+async fn j73_a_drain_under_load_fails_no_request_that_was_accepted() {
+    let (upstream, redis) = (Upstream::spawn().await, Redis::spawn().await);
+    let conf = one_limit(&upstream, 16).redis(&redis).server("drain_timeout = \"10m\"");
+    let mut proxy = Proxy::spawn(&conf).await;
+    let addr = proxy.addr();
+    let clients: Vec<_> = (0..8)
+        .map(|at| {
+            tokio::spawn(async move {
+                let mut served = 0;
+                // Until nobody listens any more.
+                while let Ok(raw) = Raw::try_connect(addr).await {
+                    served += if at % 2 == 0 { one_each(raw).await } else { many(raw).await };
+                }
+                served
+            })
+        })
+        .collect();
+    upstream.wait_total(100).await;
+
+    proxy.sigterm();
+
+    let mut served = 0;
+    for client in clients {
+        served += client.await.unwrap();
+    }
+    assert_eq!(proxy.wait_exit().await.code(), Some(0));
+    // Whatever reached the upstream was answered to the end; the others were told to come back, or never read.
+    assert_eq!(served, upstream.total());
+    assert_eq!(redis.in_use("llm").await, 0);
+}
+
+/// A request on a connection of its own; whether it was served.
+async fn one_each(mut raw: Raw) -> usize {
+    let request = get("/hold?ms=5").replacen("\r\n", "\r\nconnection: close\r\n", 1);
+    match raw.write(request).await {
+        Ok(()) => raw.read_to_end().await.map_or(0, |answer| whole(&answer).into()),
+        Err(_) => 0,
+    }
+}
+
+/// One request after the other until the connection is closed; how many were served.
+async fn many(mut raw: Raw) -> usize {
+    let mut served = 0;
+    while raw.write(get("/hold?ms=5")).await.is_ok() {
+        let Some(answer) = raw.answer().await else { break };
+        served += usize::from(whole(&answer));
+    }
+    served
+}
+
+/// Whether this is an answer of the upstream; it isn't cut in any case.
+fn whole(answer: &[u8]) -> bool {
+    let answer = String::from_utf8_lossy(answer);
+    if answer.is_empty() {
+        return false;
+    }
+    let (head, body) = answer.split_once("\r\n\r\n").expect("a whole head");
+    let length = head.lines().find_map(|line| line.strip_prefix("content-length: "));
+    assert_eq!(length.expect("a length"), body.len().to_string(), "{answer}");
+    let is_served = head.starts_with("HTTP/1.1 200");
+    assert!(is_served || head.contains("tidegate-reason: draining"), "{answer}");
+    is_served
 }

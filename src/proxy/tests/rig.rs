@@ -48,7 +48,8 @@ impl Rig {
         let proxy = Proxy::new(&config, Arc::clone(&admission), metrics);
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let front = listener.local_addr().unwrap();
-        tokio::spawn(server::serve(listener, proxy, config.server, std::future::pending()));
+        let (_, settings) = tokio::sync::watch::channel(config.server);
+        tokio::spawn(server::serve(listener, proxy, settings, std::future::pending()));
         Self { front, upstream, admission }
     }
 

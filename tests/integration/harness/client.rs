@@ -149,6 +149,32 @@ impl Raw {
         Self { stream, received: Vec::new() }
     }
 
+    /// An error if nobody listens.
+    pub(crate) async fn try_connect(addr: SocketAddr) -> io::Result<Self> {
+        let stream = within("a connection", TcpStream::connect(addr)).await?;
+        stream.set_nodelay(true)?;
+        Ok(Self { stream, received: Vec::new() })
+    }
+
+    /// An answer that says its length; none if the peer closes instead.
+    pub(crate) async fn answer(&mut self) -> Option<Vec<u8>> {
+        loop {
+            let text = String::from_utf8_lossy(&self.received);
+            if let Some((head, _)) = text.split_once("\r\n\r\n") {
+                let length = head.lines().find_map(|line| line.strip_prefix("content-length: "));
+                let whole = head.len() + 4 + length.expect("a length").parse::<usize>().unwrap();
+                if self.received.len() >= whole {
+                    return Some(self.received.drain(..whole).collect());
+                }
+            }
+            let read = self.stream.read_buf(&mut self.received);
+            if within("an answer", read).await.unwrap_or(0) == 0 {
+                assert!(self.received.is_empty(), "an answer was cut");
+                return None;
+            }
+        }
+    }
+
     /// Connects and sends a GET.
     pub(crate) async fn get(addr: SocketAddr, path: &str) -> Self {
         let mut raw = Self::connect(addr).await;

@@ -2,7 +2,7 @@ use std::{
     borrow::Cow,
     fs::File,
     net::SocketAddr,
-    path::PathBuf,
+    path::{Path, PathBuf},
     process::{ExitStatus, Output},
 };
 
@@ -155,6 +155,13 @@ upstream = "llm"
     }
 }
 
+/// What became of a configuration that was read again.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Reload {
+    Applied,
+    Refused,
+}
+
 /// One instance of the program, killed on drop. If its test fails, what it wrote is printed.
 pub(crate) struct Proxy {
     addr: SocketAddr,
@@ -281,6 +288,55 @@ impl Proxy {
     /// Replaces a file in the folder of the configuration.
     pub(crate) fn rewrite(&self, name: &str, text: &str) {
         std::fs::write(self.dir.path().join(name), text).unwrap();
+    }
+
+    /// The text of its file by another configuration, with the same listeners.
+    pub(crate) fn text(&self, conf: &Conf) -> String {
+        conf.text(self.addr, self.admin)
+    }
+
+    /// Puts this text in the place of its file, as editors do, and waits until it was read.
+    pub(crate) async fn reconfigure(&self, text: &str) -> Reload {
+        self.reloaded(async || self.replace("proxy.toml", text)).await
+    }
+
+    /// The same by SIGHUP.
+    pub(crate) async fn sighup(&self, text: &str) -> Reload {
+        self.reloaded(async || {
+            self.replace("proxy.toml", text);
+            signal(self.pid(), "HUP");
+        })
+        .await
+    }
+
+    /// What becomes of the next attempt to read the configuration, which this is about to cause.
+    pub(crate) async fn reloaded(&self, cause: impl AsyncFnOnce()) -> Reload {
+        let counts = async || {
+            let count = async |result| {
+                self.metric(&format!("tidegate_config_reloads_total{{result=\"{result}\"}}")).await
+            };
+            (count("applied").await, count("refused").await)
+        };
+        let before = counts().await;
+        cause().await;
+        let mut after = before;
+        eventually("the configuration was read again", async || {
+            after = counts().await;
+            after != before
+        })
+        .await;
+        if after.0 > before.0 { Reload::Applied } else { Reload::Refused }
+    }
+
+    /// Puts a new file in the place of one, in one step.
+    pub(crate) fn replace(&self, name: &str, text: &str) {
+        self.rewrite(".new", text);
+        std::fs::rename(self.dir.path().join(".new"), self.dir.path().join(name)).unwrap();
+    }
+
+    /// The folder of the configuration.
+    pub(crate) fn folder(&self) -> &Path {
+        self.dir.path()
     }
 
     pub(crate) fn sigterm(&self) {
