@@ -62,6 +62,8 @@ pub struct Server {
     pub max_in_flight: usize,
     /// Open client connections in this process.
     pub max_connections: usize,
+    /// Open connections of one client address, which of IPv6 is a /64; none for any number.
+    pub max_connections_per_address: Option<usize>,
     /// Whose forwarding headers count.
     pub trusted_proxies: Vec<IpNet>,
     /// From a connection's first byte, or the request's, to the complete head.

@@ -58,6 +58,7 @@ struct Families {
     /// Taken over, from the share, without any limit.
     alone: [Counter; 3],
     readded: Counter,
+    turned_away: Family<TurnedAwayLabel, Counter>,
     reloads: Reloads,
 }
 
@@ -141,6 +142,11 @@ struct RequestLabels {
 }
 
 #[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+struct TurnedAwayLabel {
+    why: &'static str,
+}
+
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
 struct RouteLabel {
     route: String,
 }
@@ -182,6 +188,11 @@ impl Metrics {
             rates: config.rates.iter().map(|rate| Arc::clone(&rate.name)).collect(),
             all,
         })
+    }
+
+    /// Counts a connection that wasn't served.
+    pub fn turned_away(&self, why: &'static str) {
+        self.all.turned_away.get_or_create(&TurnedAwayLabel { why }).inc();
     }
 
     /// How reading the configuration again went.
@@ -325,6 +336,12 @@ impl Families {
             "Requests answered by a step of their route's ladder",
             degraded.clone(),
         );
+        let turned_away = Family::default();
+        registry.register(
+            "connections_turned_away",
+            "Connections of clients that were closed unserved",
+            turned_away.clone(),
+        );
         let reloads = Reloads::register(&mut registry);
         Self {
             registry,
@@ -338,6 +355,7 @@ impl Families {
             away,
             alone,
             readded,
+            turned_away,
             reloads,
         }
     }

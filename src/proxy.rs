@@ -27,7 +27,7 @@ use crate::{
     registry::Registry,
     reply::{self, Reply},
     route::{Miss, Routes},
-    server::{ClientConn, Handler, RequestBody},
+    server::{ClientConn, Handler, RequestBody, TurnedAway},
     target::{self, Objection},
     told::Told,
     tunnel::{self, Consent, Wish},
@@ -515,6 +515,10 @@ impl Handler for Proxy {
 
     fn unreadable(&self, status: StatusCode) -> Response<Bytes> {
         Reply::unreadable(status).compose(Duration::ZERO)
+    }
+
+    fn turned_away(&self, why: TurnedAway) {
+        self.metrics.turned_away(why.as_str());
     }
 }
 

@@ -19,12 +19,14 @@ mod accept;
 mod body;
 mod client;
 mod connection;
+mod crowd;
 mod detect;
 mod framing;
 mod front;
 mod hangup;
 mod io;
 mod tls;
+mod turned_away;
 mod watchdog;
 
 #[cfg(test)]
@@ -32,6 +34,7 @@ mod tests;
 
 pub use body::{BodyError, RequestBody};
 pub use client::ClientConn;
+pub use turned_away::TurnedAway;
 
 /// Answers requests.
 ///
@@ -51,6 +54,9 @@ pub trait Handler: Send + Sync + 'static {
 
     /// The answer to a head that can't be read: of this status, which is 400, 414 or 431.
     fn unreadable(&self, status: StatusCode) -> Response<Bytes>;
+
+    /// Hears of a connection that isn't served.
+    fn turned_away(&self, why: TurnedAway);
 }
 
 /// Marks a response, as an extension, as final whatever the request body still holds.
@@ -81,6 +87,10 @@ impl<H: Handler> Handler for ArcSwap<H> {
 
     fn unreadable(&self, status: StatusCode) -> Response<Bytes> {
         self.load().unreadable(status)
+    }
+
+    fn turned_away(&self, why: TurnedAway) {
+        self.load().turned_away(why);
     }
 }
 

@@ -98,6 +98,11 @@ fn server(file: &FileServer, folder: &Path) -> Found<Server> {
         tls: file.tls.as_ref().map(|table| tls::server(table, folder)).transpose()?,
         max_in_flight: or(&file.max_in_flight, 10_000, |n| rules::within(n, REQUESTS))?,
         max_connections: or(&file.max_connections, 20_000, |n| rules::within(n, REQUESTS))?,
+        max_connections_per_address: file
+            .max_connections_per_address
+            .as_ref()
+            .map(|n| rules::within(*n.get_ref(), REQUESTS).at(n.span()))
+            .transpose()?,
         trusted_proxies: each(&file.trusted_proxies, rules::network)?,
         header_timeout: positive(&file.header_timeout, 10_000)?,
         keepalive_timeout: positive(&file.keepalive_timeout, 75_000)?,

@@ -65,6 +65,10 @@ const BAD_HEADS: &[(&str, &str)] = &[
     ("[server]\nmax_in_flight = \"many\"", "2:17: server.max_in_flight: must be a whole number"),
     ("[server]\nmax_connections = -1", "2:19: server.max_connections: must be 1 to "),
     (
+        "[server]\nmax_connections_per_address = 0",
+        "2:31: server.max_connections_per_address: must be 1 to ",
+    ),
+    (
         "[server]\ntrusted_proxies = [\"10.0.0.0/8\", \"10.0.0.0/33\"]",
         "2:34: server.trusted_proxies[1]: must be a CIDR",
     ),

@@ -21,6 +21,7 @@ use super::{
     Drained, Handler,
     client::{ClientConn, Command},
     connection::Server,
+    crowd::Crowd,
 };
 use crate::config;
 
@@ -40,6 +41,7 @@ pub(super) struct Acceptor<H> {
     handler: Arc<H>,
     server: Arc<Server<H>>,
     settings: watch::Receiver<config::Server>,
+    crowd: Arc<Crowd>,
     permits: Arc<Semaphore>,
     max_connections: usize,
     clients: Vec<Weak<ClientConn>>,
@@ -58,12 +60,14 @@ impl<H: Handler> Acceptor<H> {
         prepare(&listener);
         let (alive, all_gone) = mpsc::channel(1);
         let now = settings.borrow_and_update().clone();
+        let crowd = Arc::default();
         Self {
             listener,
             permits: Arc::new(Semaphore::new(now.max_connections)),
             max_connections: now.max_connections,
             drain_timeout: now.drain_timeout,
-            server: Arc::new(Server::new(Arc::clone(&handler), &now)),
+            server: Arc::new(Server::new(Arc::clone(&handler), &now, &crowd)),
+            crowd,
             handler,
             settings,
             clients: Vec::new(),
@@ -93,7 +97,7 @@ impl<H: Handler> Acceptor<H> {
     fn adopt_settings(&mut self) {
         let now = self.settings.borrow_and_update().clone();
         self.drain_timeout = now.drain_timeout;
-        self.server = Arc::new(Server::new(Arc::clone(&self.handler), &now));
+        self.server = Arc::new(Server::new(Arc::clone(&self.handler), &now, &self.crowd));
         let before = std::mem::replace(&mut self.max_connections, now.max_connections);
         self.permits.add_permits(now.max_connections.saturating_sub(before));
         if let Ok(fewer @ 1..) = u32::try_from(before.saturating_sub(now.max_connections)) {

@@ -4,6 +4,7 @@ use std::{
     convert::Infallible,
     future::{Future, poll_fn},
     io::ErrorKind,
+    net::SocketAddr,
     pin::{Pin, pin},
     sync::Arc,
     task::{Context, Poll, Waker},
@@ -22,6 +23,7 @@ use hyper::{
     service::{HttpService, service_fn},
 };
 use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
+use ipnet::IpNet;
 use tokio::{
     io::{AsyncRead, AsyncWrite},
     net::TcpStream,
@@ -33,11 +35,13 @@ use super::{
     Handler, Refused,
     body::{BodyWatch, RequestBody, ResponseBody},
     client::{ClientConn, Command, InFlight, REST},
+    crowd::{Crowd, Presence},
     detect::{Protocol, detect},
     front::{Front, Words},
     hangup,
     io::{Metered, Socket},
     tls,
+    turned_away::{Notice, TurnedAway},
     watchdog::{Limits, REST_TIME, Verdict, Watchdog},
 };
 use crate::config;
@@ -57,6 +61,11 @@ pub(super) struct Server<H> {
     handler: Arc<H>,
     words: Words,
     limits: Limits,
+    crowd: Arc<Crowd>,
+    /// How many connections an address may have, and which addresses any number.
+    most_per_address: usize,
+    trusted: Vec<IpNet>,
+    notice: Notice,
     tls: Option<TlsAcceptor>,
     http1: http1::Builder,
     http2: http2::Builder<TokioExecutor>,
@@ -65,7 +74,7 @@ pub(super) struct Server<H> {
 // === impl Server ===
 
 impl<H: Handler> Server<H> {
-    pub(super) fn new(handler: Arc<H>, settings: &config::Server) -> Self {
+    pub(super) fn new(handler: Arc<H>, settings: &config::Server, crowd: &Arc<Crowd>) -> Self {
         let mut http1 = http1::Builder::new();
         http1
             .max_buf_size(BUFFER)
@@ -86,7 +95,18 @@ impl<H: Handler> Server<H> {
             Arc::new(move |status| handler.unreadable(status))
         };
         let tls = settings.tls.as_ref().map(tls::acceptor);
-        Self { handler, words, limits: Limits::new(settings), tls, http1, http2 }
+        Self {
+            handler,
+            words,
+            limits: Limits::new(settings),
+            crowd: Arc::clone(crowd),
+            most_per_address: settings.max_connections_per_address.unwrap_or(usize::MAX),
+            trusted: settings.trusted_proxies.clone(),
+            notice: Notice::default(),
+            tls,
+            http1,
+            http2,
+        }
     }
 
     pub(super) fn is_secure(&self) -> bool {
@@ -95,6 +115,10 @@ impl<H: Handler> Server<H> {
 
     /// Serves one client until it leaves or is told to.
     pub(super) async fn connection(&self, stream: TcpStream, client: Arc<ClientConn>) {
+        let _presence = match self.enter(client.peer) {
+            Ok(presence) => presence,
+            Err(why) => return self.turn_away(client.peer, why),
+        };
         let stream = Arc::new(stream);
         let socket = Metered::new(Socket(Arc::clone(&stream)), Arc::clone(&client));
         let deadline = Instant::now() + self.limits.header;
@@ -103,6 +127,20 @@ impl<H: Handler> Server<H> {
             // In a box, or plain connections would have to hold room for it.
             Some(tls) => Box::pin(self.shake(tls, socket, deadline, &stream, &client)).await,
         }
+    }
+
+    /// Counts a connection under its address; those of our own proxies aren't one client's.
+    fn enter(&self, peer: SocketAddr) -> Result<Option<Presence>, TurnedAway> {
+        let address = peer.ip().to_canonical();
+        if self.trusted.iter().any(|net| net.contains(&address)) {
+            return Ok(None);
+        }
+        self.crowd.enter(address, self.most_per_address).map(Some).ok_or(TurnedAway::Crowd)
+    }
+
+    fn turn_away(&self, peer: SocketAddr, why: TurnedAway) {
+        self.handler.turned_away(why);
+        self.notice.of(peer, why);
     }
 
     async fn shake(

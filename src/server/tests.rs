@@ -28,6 +28,7 @@ enum Event {
     Entered,
     Dropped,
     Body(Result<usize, &'static str>),
+    TurnedAway(TurnedAway),
 }
 
 /// Answers by path.
@@ -87,6 +88,10 @@ impl Handler for Scripted {
             "/flood" => self.flood(),
             other => unreachable!("no script for {other}"),
         }
+    }
+
+    fn turned_away(&self, why: TurnedAway) {
+        self.tell(Event::TurnedAway(why));
     }
 
     fn unreadable(&self, status: StatusCode) -> Response<Bytes> {
@@ -151,6 +156,7 @@ impl Running {
             tls: None,
             max_in_flight: 100,
             max_connections: 100,
+            max_connections_per_address: None,
             trusted_proxies: Vec::new(),
             header_timeout: PATIENCE,
             keepalive_timeout: PATIENCE * 2,
@@ -271,4 +277,42 @@ async fn connections_above_the_cap_wait() {
     drop(first);
     running.expect(Event::Dropped).await;
     assert!(read_all(&mut second).await.ends_with("ok"));
+}
+
+#[tokio::test]
+async fn connections_of_one_address_are_capped() {
+    let mut running = Running::new(|settings| {
+        settings.max_connections_per_address = Some(2);
+    })
+    .await;
+    let first = running.send(b"GET /hang HTTP/1.1\r\nHost: a\r\n\r\n").await;
+    running.expect(Event::Entered).await;
+    let _second = running.send(b"GET /hang HTTP/1.1\r\nHost: a\r\n\r\n").await;
+    running.expect(Event::Entered).await;
+    let mut third = running.connect().await;
+    assert_eq!(read_all(&mut third).await, "");
+    running.expect(Event::TurnedAway(TurnedAway::Crowd)).await;
+    drop(first);
+    running.expect(Event::Dropped).await;
+    // The handler is gone before its connection is.
+    loop {
+        let mut fourth = running.connect().await;
+        let _ = fourth.write_all(b"GET /ok HTTP/1.0\r\n\r\n").await;
+        if read_all(&mut fourth).await.ends_with("ok") {
+            return;
+        }
+        running.expect(Event::TurnedAway(TurnedAway::Crowd)).await;
+    }
+}
+
+#[tokio::test]
+async fn our_own_proxies_are_no_crowd() {
+    let running = Running::new(|settings| {
+        settings.max_connections_per_address = Some(1);
+        settings.trusted_proxies = vec!["127.0.0.0/8".parse().unwrap()];
+    })
+    .await;
+    let _idle = running.connect().await;
+    let mut other = running.send(b"GET /ok HTTP/1.0\r\n\r\n").await;
+    assert!(read_all(&mut other).await.ends_with("ok"));
 }

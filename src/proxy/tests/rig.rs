@@ -157,6 +157,7 @@ fn config(endpoint: &str) -> Config {
             tls: None,
             max_in_flight: 100,
             max_connections: 100,
+            max_connections_per_address: None,
             trusted_proxies: Vec::new(),
             header_timeout: 10 * second,
             keepalive_timeout: 10 * second,

@@ -147,3 +147,26 @@ async fn broken_framing_is_the_clients_fault() {
         .await;
     running.expect(Event::Body(Err("client"))).await;
 }
+
+const PREFACE_AND_SETTINGS: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\x04\0\0\0\0\0";
+
+#[tokio::test]
+async fn stalled_http2_upload_ends_with_stalled() {
+    let mut running = Running::new(|settings| settings.stall_timeout = SHORT).await;
+    let mut frames = PREFACE_AND_SETTINGS.to_vec();
+    // HEADERS: POST http://a/read, and DATA: one byte, and more to come.
+    frames.extend(*b"\0\0\x0c\x01\x04\0\0\0\x01\x83\x86\x04\x05/read\x01\x01a");
+    frames.extend(*b"\0\0\x01\0\0\0\0\0\x01x");
+    let _client = running.send(&frames).await;
+    running.expect(Event::Body(Err("stalled"))).await;
+}
+
+#[tokio::test]
+async fn an_http2_head_that_does_not_end_is_idling() {
+    let running = Running::new(|settings| settings.keepalive_timeout = SHORT).await;
+    let mut frames = PREFACE_AND_SETTINGS.to_vec();
+    // HEADERS that a CONTINUATION should follow.
+    frames.extend(*b"\0\0\x03\x01\x01\0\0\0\x01\x82\x86\x84");
+    let mut client = running.send(&frames).await;
+    read_all(&mut client).await;
+}
