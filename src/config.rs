@@ -64,6 +64,8 @@ pub struct Server {
     pub max_connections: usize,
     /// Open connections of one client address, which of IPv6 is a /64; none for any number.
     pub max_connections_per_address: Option<usize>,
+    /// Who must say by the PROXY protocol whose connection it is, and nobody else may connect; none for plain connections.
+    pub proxy_protocol: Vec<IpNet>,
     /// Whose forwarding headers count.
     pub trusted_proxies: Vec<IpNet>,
     /// From a connection's first byte, or the request's, to the complete head.

@@ -329,7 +329,7 @@ impl Proxy {
 
     /// What of a request decides about its admission.
     fn arrival<'a>(&self, parts: &'a Parts, conn: &ClientConn) -> Arrival<'a> {
-        let peer = conn.peer.ip();
+        let peer = conn.peer().ip();
         let trusted = client::is_trusted(peer, &self.trusted);
         let client = match trusted {
             true => client::address(peer, &parts.headers, &self.trusted),
@@ -419,7 +419,7 @@ impl Proxy {
         let upstream = Arc::clone(&self.upstreams[target.upstream]);
         let wish = Wish::take(&mut parts).filter(|_| body.is_end_stream());
         let patience = (parts.version == Version::HTTP_2).then_some(self.stall);
-        let peer = conn.peer.ip();
+        let peer = conn.peer().ip();
         let trusted = client::is_trusted(peer, &self.trusted);
         let way = Way {
             peer: conn.address(),

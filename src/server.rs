@@ -16,6 +16,7 @@ use tokio::{net::TcpListener, sync::watch};
 use crate::config;
 
 mod accept;
+mod announced;
 mod body;
 mod client;
 mod connection;

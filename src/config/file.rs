@@ -101,6 +101,7 @@ pub(super) struct FileServer {
     pub(super) max_in_flight: Option<Spanned<i64>>,
     pub(super) max_connections: Option<Spanned<i64>>,
     pub(super) max_connections_per_address: Option<Spanned<i64>>,
+    pub(super) proxy_protocol: Option<Vec<Spanned<String>>>,
     pub(super) trusted_proxies: Option<Vec<Spanned<String>>>,
     pub(super) header_timeout: Option<Spanned<FileDuration>>,
     pub(super) keepalive_timeout: Option<Spanned<FileDuration>>,

@@ -103,6 +103,7 @@ fn server(file: &FileServer, folder: &Path) -> Found<Server> {
             .as_ref()
             .map(|n| rules::within(*n.get_ref(), REQUESTS).at(n.span()))
             .transpose()?,
+        proxy_protocol: each(&file.proxy_protocol, rules::network)?,
         trusted_proxies: each(&file.trusted_proxies, rules::network)?,
         header_timeout: positive(&file.header_timeout, 10_000)?,
         keepalive_timeout: positive(&file.keepalive_timeout, 75_000)?,

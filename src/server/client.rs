@@ -22,8 +22,10 @@ pub(super) const REST: usize = 32 * 1024 * 1024;
 
 /// What a handler may know about the connection a request came on.
 pub struct ClientConn {
-    /// The other end.
-    pub peer: SocketAddr,
+    /// The other end of the socket.
+    socket_peer: SocketAddr,
+    /// Whose connection that brings.
+    announced: OnceLock<SocketAddr>,
     /// Whether it came over TLS.
     pub is_secure: bool,
     address: OnceLock<HeaderValue>,
@@ -82,7 +84,8 @@ pub(super) enum Command {
 impl ClientConn {
     pub(super) fn new(peer: SocketAddr, is_secure: bool) -> Self {
         Self {
-            peer,
+            socket_peer: peer,
+            announced: OnceLock::new(),
             is_secure,
             address: OnceLock::new(),
             traffic: Traffic::default(),
@@ -96,10 +99,20 @@ impl ClientConn {
         }
     }
 
+    /// The other end, or whom it connects for.
+    pub fn peer(&self) -> SocketAddr {
+        self.announced.get().copied().unwrap_or(self.socket_peer)
+    }
+
+    /// Takes the word of the other end for whose connection it is, once.
+    pub(super) fn announce(&self, peer: SocketAddr) {
+        let _ = self.announced.set(peer);
+    }
+
     /// The address of the other end, as a header tells it.
     pub fn address(&self) -> &HeaderValue {
         self.address.get_or_init(|| {
-            let address = self.peer.ip().to_canonical().to_string();
+            let address = self.peer().ip().to_canonical().to_string();
             HeaderValue::try_from(address).expect("an address is ASCII")
         })
     }
@@ -207,7 +220,7 @@ impl ClientConn {
 
 impl std::fmt::Debug for ClientConn {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("ClientConn").field("peer", &self.peer).finish_non_exhaustive()
+        f.debug_struct("ClientConn").field("peer", &self.peer()).finish_non_exhaustive()
     }
 }
 

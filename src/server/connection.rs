@@ -33,6 +33,7 @@ use tokio_rustls::TlsAcceptor;
 
 use super::{
     Handler, Refused,
+    announced::{self, Unannounced},
     body::{BodyWatch, RequestBody, ResponseBody},
     client::{ClientConn, Command, InFlight, REST},
     crowd::{Crowd, Presence},
@@ -65,6 +66,8 @@ pub(super) struct Server<H> {
     /// How many connections an address may have, and which addresses any number.
     most_per_address: usize,
     trusted: Vec<IpNet>,
+    /// Who must say whose connection it is.
+    announcers: Vec<IpNet>,
     notice: Notice,
     tls: Option<TlsAcceptor>,
     http1: http1::Builder,
@@ -102,6 +105,7 @@ impl<H: Handler> Server<H> {
             crowd: Arc::clone(crowd),
             most_per_address: settings.max_connections_per_address.unwrap_or(usize::MAX),
             trusted: settings.trusted_proxies.clone(),
+            announcers: settings.proxy_protocol.clone(),
             notice: Notice::default(),
             tls,
             http1,
@@ -115,13 +119,21 @@ impl<H: Handler> Server<H> {
 
     /// Serves one client until it leaves or is told to.
     pub(super) async fn connection(&self, stream: TcpStream, client: Arc<ClientConn>) {
-        let _presence = match self.enter(client.peer) {
-            Ok(presence) => presence,
-            Err(why) => return self.turn_away(client.peer, why),
-        };
         let stream = Arc::new(stream);
-        let socket = Metered::new(Socket(Arc::clone(&stream)), Arc::clone(&client));
+        let mut socket = Metered::new(Socket(Arc::clone(&stream)), Arc::clone(&client));
         let deadline = Instant::now() + self.limits.header;
+        if !self.announcers.is_empty() {
+            // In a box, as below.
+            match Box::pin(self.hear(&mut socket, deadline, &client)).await {
+                Some(Ok(())) => {}
+                Some(Err(why)) => return self.turn_away(client.peer(), why),
+                None => return,
+            }
+        }
+        let _presence = match self.enter(client.peer()) {
+            Ok(presence) => presence,
+            Err(why) => return self.turn_away(client.peer(), why),
+        };
         match &self.tls {
             None => self.greet(socket, deadline, &stream, &client).await,
             // In a box, or plain connections would have to hold room for it.
@@ -129,13 +141,31 @@ impl<H: Handler> Server<H> {
         }
     }
 
+    /// Hears whose connection it is; none if it ended before that was said.
+    async fn hear(
+        &self,
+        socket: &mut Metered,
+        deadline: Instant,
+        client: &ClientConn,
+    ) -> Option<Result<(), TurnedAway>> {
+        if !is_within(client.peer(), &self.announcers) {
+            return Some(Err(TurnedAway::Stranger));
+        }
+        let heard = until(client, Command::Drain, announced::read(socket));
+        match time::timeout_at(deadline, heard).await.ok()?? {
+            Ok(address) => address.into_iter().for_each(|address| client.announce(address)),
+            Err(Unannounced::Gone) => return None,
+            Err(Unannounced::Wrong) => return Some(Err(TurnedAway::ProxyHeader)),
+        }
+        Some(Ok(()))
+    }
+
     /// Counts a connection under its address; those of our own proxies aren't one client's.
     fn enter(&self, peer: SocketAddr) -> Result<Option<Presence>, TurnedAway> {
-        let address = peer.ip().to_canonical();
-        if self.trusted.iter().any(|net| net.contains(&address)) {
+        if is_within(peer, &self.trusted) {
             return Ok(None);
         }
-        self.crowd.enter(address, self.most_per_address).map(Some).ok_or(TurnedAway::Crowd)
+        self.crowd.enter(peer.ip(), self.most_per_address).map(Some).ok_or(TurnedAway::Crowd)
     }
 
     fn turn_away(&self, peer: SocketAddr, why: TurnedAway) {
@@ -155,7 +185,7 @@ impl<H: Handler> Server<H> {
         match time::timeout_at(deadline, shaken).await {
             Ok(Some(Ok(socket))) => self.greet(socket, deadline, stream, client).await,
             Ok(Some(Err(error))) => {
-                tracing::debug!(peer = %client.peer, %error, "no handshake");
+                tracing::debug!(peer = %client.peer(), %error, "no handshake");
             }
             Ok(None) | Err(_) => {}
         }
@@ -199,6 +229,11 @@ impl<H: Handler> Server<H> {
             }
         }
     }
+}
+
+fn is_within(peer: SocketAddr, nets: &[IpNet]) -> bool {
+    let address = peer.ip().to_canonical();
+    nets.iter().any(|net| net.contains(&address))
 }
 
 /// Runs `future` until the acceptor has this command, or a stronger one.
@@ -281,7 +316,7 @@ where
     poll_fn(|cx| {
         client.waker.register(cx.waker());
         if gone.as_mut().poll(cx).is_ready() {
-            tracing::debug!(peer = %client.peer, "the client left");
+            tracing::debug!(peer = %client.peer(), "the client left");
             return Poll::Ready(Ended::Otherwise);
         }
         if let Poll::Ready(ended) = poll_conn(conn.as_mut(), cx, client) {
@@ -296,7 +331,7 @@ where
             match verdict {
                 Verdict::Close => close = true,
                 Verdict::Cut(reason) => {
-                    tracing::debug!(peer = %client.peer, reason, "connection cut");
+                    tracing::debug!(peer = %client.peer(), reason, "connection cut");
                     return Poll::Ready(Ended::Otherwise);
                 }
             }
@@ -319,7 +354,7 @@ where
     match conn.as_mut().poll(cx) {
         Poll::Ready(Ok(())) => Poll::Ready(Ended::Otherwise),
         Poll::Ready(Err(error)) => {
-            tracing::debug!(peer = %client.peer, %error, "connection ended");
+            tracing::debug!(peer = %client.peer(), %error, "connection ended");
             let unreadable = error.is_parse();
             Poll::Ready(if unreadable { Ended::Unreadable } else { Ended::Otherwise })
         }

@@ -14,6 +14,7 @@ use tokio::{
 
 use super::*;
 
+mod announced;
 mod drain;
 mod hangup;
 mod refusal;
@@ -55,12 +56,16 @@ impl Handler for Scripted {
     async fn handle(
         &self,
         request: Request<RequestBody>,
-        _: &Arc<ClientConn>,
+        conn: &Arc<ClientConn>,
     ) -> Response<Self::Body> {
         let path = request.uri().path().to_owned();
         let body = request.into_body();
         match path.as_str() {
             "/ok" => text(StatusCode::OK, "ok"),
+            "/peer" => {
+                let address = conn.address().to_str().unwrap();
+                text(StatusCode::OK, format!("{} at {address}", conn.peer()))
+            }
             "/panic" => panic!("a handler's bug"),
             "/hang" => {
                 let _dropped = OnDrop(self.events.clone());
@@ -133,8 +138,8 @@ async fn read(mut body: RequestBody) -> Result<usize, &'static str> {
     Ok(size)
 }
 
-fn text(status: StatusCode, body: &'static str) -> Response<UnsyncBoxBody<Bytes, Infallible>> {
-    let mut response = Response::new(Full::from(body).boxed_unsync());
+fn text(status: StatusCode, body: impl Into<Bytes>) -> Response<UnsyncBoxBody<Bytes, Infallible>> {
+    let mut response = Response::new(Full::from(body.into()).boxed_unsync());
     *response.status_mut() = status;
     response
 }
@@ -157,6 +162,7 @@ impl Running {
             max_in_flight: 100,
             max_connections: 100,
             max_connections_per_address: None,
+            proxy_protocol: Vec::new(),
             trusted_proxies: Vec::new(),
             header_timeout: PATIENCE,
             keepalive_timeout: PATIENCE * 2,

@@ -14,6 +14,10 @@ const PAUSE: Duration = Duration::from_secs(10);
 pub enum TurnedAway {
     /// Its address has as many as it may.
     Crowd,
+    /// It didn't say whose it is, or not properly.
+    ProxyHeader,
+    /// It isn't one that may say so.
+    Stranger,
 }
 
 /// Says it now and then.
@@ -31,6 +35,8 @@ impl TurnedAway {
     pub fn as_str(self) -> &'static str {
         match self {
             Self::Crowd => "crowd",
+            Self::ProxyHeader => "proxy_header",
+            Self::Stranger => "stranger",
         }
     }
 }

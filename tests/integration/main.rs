@@ -6,6 +6,7 @@
 
 mod alerts;
 mod away;
+mod balancer;
 mod chaos;
 mod client_gone;
 mod config_errors;

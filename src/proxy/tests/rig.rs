@@ -158,6 +158,7 @@ fn config(endpoint: &str) -> Config {
             max_in_flight: 100,
             max_connections: 100,
             max_connections_per_address: None,
+            proxy_protocol: Vec::new(),
             trusted_proxies: Vec::new(),
             header_timeout: 10 * second,
             keepalive_timeout: 10 * second,
