@@ -12,6 +12,7 @@ use crate::{
     headers,
     reason::Reason,
     reply,
+    request_id::X_REQUEST_ID,
     told::Told,
 };
 
@@ -76,7 +77,10 @@ pub(crate) fn mark(response: &mut Response<ResponseBody>, mark: HeaderValue) {
 /// The copy, with its age, and as a cache says what it did (RFC 9211).
 pub(crate) fn stale(reason: Reason, method: &Method, copy: Found) -> Response<ResponseBody> {
     let body = if method == Method::HEAD { Bytes::new() } else { copy.body };
-    let mut response = reply::copied(reason, copy.status, copy.headers, body);
+    let mut headers = copy.headers;
+    // That of the request which the upstream answered.
+    headers.remove(X_REQUEST_ID);
+    let mut response = reply::copied(reason, copy.status, headers, body);
     let status = format!("tidegate; hit; ttl={}; detail={}", copy.ttl, reason.as_str());
     let status = HeaderValue::try_from(status).expect("words and a number");
     response.headers_mut().insert(AGE, copy.age.as_secs().into());

@@ -140,7 +140,13 @@ fn is_hop_by_hop(name: &str) -> bool {
 fn is_kept(name: &str) -> bool {
     matches!(
         name,
-        "host" | "authorization" | "cookie" | "content-length" | "content-type" | "x-real-ip"
+        "host"
+            | "authorization"
+            | "cookie"
+            | "content-length"
+            | "content-type"
+            | "x-real-ip"
+            | "x-request-id"
     ) || is_forwarding(name)
         || name.starts_with("tidegate-")
 }

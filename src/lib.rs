@@ -25,6 +25,7 @@ mod registry;
 pub mod reload;
 pub mod remote;
 mod reply;
+mod request_id;
 mod route;
 pub mod server;
 pub mod size;

@@ -26,6 +26,7 @@ use crate::{
     reason::Reason,
     registry::Registry,
     reply::{self, Reply},
+    request_id::{RequestId, X_REQUEST_ID},
     route::{Miss, Routes},
     server::{ClientConn, Handler, RequestBody, TurnedAway},
     target::{self, Objection},
@@ -220,6 +221,9 @@ impl Proxy {
         let is_grpc = request.version() == Version::HTTP_2 && reply::is_grpc(request.headers());
         let (mut parts, body) = request.into_parts();
         let (began, mut notes) = (Instant::now(), Notes::default());
+        let trusted = client::is_trusted(conn.peer().ip(), &self.trusted);
+        let id = RequestId::of(&parts.headers, trusted);
+        parts.headers.insert(X_REQUEST_ID, id.value());
         let answer = match target::settle(&mut parts) {
             Ok(()) => self.serve(parts, body, conn, &mut notes).await,
             Err(Objection::Server) => return reply::options(),
@@ -227,9 +231,13 @@ impl Proxy {
             Err(Objection::Bad) => Err(Reason::BadRequest.into()),
         };
         let dialect = notes.route.map(|route| self.rules[route].dialect).unwrap_or_default();
-        let refuse =
-            |reply: Reply| reply.spoken(dialect).grpc(is_grpc).respond(is_head, notes.queued);
+        let refuse = |reply: Reply| {
+            reply.spoken(dialect).grpc(is_grpc).to(id.clone()).respond(is_head, notes.queued)
+        };
         let mut response = answer.unwrap_or_else(refuse);
+        // An upstream that has an id of its own for it is asked about that one.
+        response.headers_mut().entry(X_REQUEST_ID).or_insert_with(|| id.value());
+        tracing::debug!(request_id = id.as_str(), status = response.status().as_u16(), "answered");
         if let Some(route) = notes.route {
             self.rules[route].response_headers.apply(response.headers_mut());
             self.metrics.route(route).answered(response.status(), began.elapsed());
@@ -514,7 +522,7 @@ impl Handler for Proxy {
     }
 
     fn unreadable(&self, status: StatusCode) -> Response<Bytes> {
-        Reply::unreadable(status).compose(Duration::ZERO)
+        Reply::unreadable(status).to(RequestId::new()).compose(Duration::ZERO)
     }
 
     fn turned_away(&self, why: TurnedAway) {

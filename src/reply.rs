@@ -9,7 +9,12 @@ use http::{
 };
 
 use crate::{
-    admission::Refusal, body::ResponseBody, config::Dialect, headers, reason::Reason,
+    admission::Refusal,
+    body::ResponseBody,
+    config::Dialect,
+    headers,
+    reason::Reason,
+    request_id::{RequestId, X_REQUEST_ID},
     server::Refused,
 };
 
@@ -36,6 +41,7 @@ pub(crate) struct Reply {
     allow: Option<HeaderValue>,
     upstream: Option<Duration>,
     is_grpc: bool,
+    request: Option<RequestId>,
 }
 
 /// What a client should do next.
@@ -81,6 +87,12 @@ impl Reply {
         self
     }
 
+    /// To which request.
+    pub(crate) fn to(mut self, request: RequestId) -> Self {
+        self.request = Some(request);
+        self
+    }
+
     /// How long the upstream was tried.
     pub(crate) fn after(mut self, upstream: Duration) -> Self {
         self.upstream = Some(upstream);
@@ -101,12 +113,16 @@ impl Reply {
     pub(crate) fn compose(self, queue: Duration) -> Response<Bytes> {
         let (usual, detail) = self.reason.answer();
         let status = self.status.unwrap_or(usual);
-        let (content_type, body) = speak(self.dialect, self.reason, status, detail);
+        let request = self.request.as_ref().map(RequestId::as_str);
+        let (content_type, body) = speak(self.dialect, self.reason, status, detail, request);
         let mut response = Response::new(body);
         *response.status_mut() = status;
         let head = response.headers_mut();
         head.insert(TIDEGATE_REASON, HeaderValue::from_static(self.reason.as_str()));
         head.insert(CONTENT_TYPE, HeaderValue::from_static(content_type));
+        if let Some(request) = &self.request {
+            head.insert(X_REQUEST_ID, request.value());
+        }
         let wait_ms = match advice(self.reason) {
             Advice::Later => Some(draw(self.expected_wait)),
             Advice::At => Some(self.expected_wait.map_or(1_000, whole_ms).max(1)),
@@ -143,6 +159,7 @@ impl From<Reason> for Reply {
             allow: None,
             upstream: None,
             is_grpc: false,
+            request: None,
         }
     }
 }
@@ -235,10 +252,12 @@ fn speak(
     reason: Reason,
     status: StatusCode,
     detail: &str,
+    request: Option<&str>,
 ) -> (&'static str, Bytes) {
     let word = reason.as_str();
+    let request = request.map(|id| format!(r#","request_id":"{id}""#)).unwrap_or_default();
     match dialect {
-        Dialect::Problem => ("application/problem+json", problem(reason, status, detail)),
+        Dialect::Problem => ("application/problem+json", problem(reason, status, detail, &request)),
         Dialect::OpenAi => {
             let kind = match status.as_u16() {
                 429 => "rate_limit_error",
@@ -260,7 +279,7 @@ fn speak(
                 _ => "api_error",
             };
             let text = format!(
-                r#"{{"type":"error","error":{{"type":"{kind}","message":"{detail} ({word})"}}}}"#
+                r#"{{"type":"error","error":{{"type":"{kind}","message":"{detail} ({word})"}}{request}}}"#
             );
             ("application/json", Bytes::from(text))
         }
@@ -269,12 +288,12 @@ fn speak(
 }
 
 /// RFC 9457. None of the texts needs escaping.
-fn problem(reason: Reason, status: StatusCode, detail: &str) -> Bytes {
+fn problem(reason: Reason, status: StatusCode, detail: &str, request: &str) -> Bytes {
     let title = status.canonical_reason().unwrap_or_default();
     let word = reason.as_str();
     let status = status.as_u16();
     Bytes::from(format!(
-        r#"{{"type":"about:blank","title":"{title}","status":{status},"detail":"{detail}","reason":"{word}"}}"#
+        r#"{{"type":"about:blank","title":"{title}","status":{status},"detail":"{detail}","reason":"{word}"{request}}}"#
     ))
 }
 
@@ -293,7 +312,7 @@ mod tests {
         for reason in Reason::ALL {
             let (status, detail) = reason.answer();
             let body: serde_json::Value =
-                serde_json::from_slice(&problem(reason, status, detail)).unwrap();
+                serde_json::from_slice(&problem(reason, status, detail, "")).unwrap();
             assert_eq!(body["type"], "about:blank");
             assert_eq!(body["status"], status.as_u16());
             assert_eq!(body["detail"], detail);
@@ -314,13 +333,15 @@ mod tests {
         for reason in Reason::ALL {
             let (status, detail) = reason.answer();
             for dialect in [Dialect::OpenAi, Dialect::Anthropic] {
-                let (kind, body) = speak(dialect, reason, status, detail);
+                let (kind, body) = speak(dialect, reason, status, detail, Some("an-id"));
                 assert_eq!(kind, "application/json");
                 let body: serde_json::Value = serde_json::from_slice(&body).unwrap();
                 assert!(body["error"]["message"].as_str().unwrap().contains(detail));
                 assert!(body["error"]["type"].is_string());
+                let id = (dialect == Dialect::Anthropic).then_some("an-id");
+                assert_eq!(body["request_id"].as_str(), id);
             }
-            let (_, text) = speak(Dialect::Text, reason, status, detail);
+            let (_, text) = speak(Dialect::Text, reason, status, detail, Some("an-id"));
             assert_eq!(text, format!("{}: {detail}\n", reason.as_str()));
         }
     }
