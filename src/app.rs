@@ -33,6 +33,7 @@ use crate::{
     remote::{self, Remote, RemoteError},
     server,
     store::{MemoryStore, RedisStore, SlotStore, StoreError},
+    systemd::{self, Progress, Sockets},
 };
 
 /// How long an instance that stops waits until the store has acknowledged its last release.
@@ -63,7 +64,7 @@ impl App {
     ///
     /// # Errors
     /// [`StartError`] when an address can't be bound or the store is one that can't be used.
-    pub async fn bind(config: Config) -> Result<Self, StartError> {
+    pub async fn bind(config: Config, sockets: Sockets) -> Result<Self, StartError> {
         let store: Arc<dyn SlotStore> = match &config.store.kind {
             StoreKind::Memory => Arc::new(MemoryStore::new()),
             StoreKind::Redis(at) => {
@@ -78,17 +79,21 @@ impl App {
                 store
             }
         };
-        Self::bind_with(config, store).await
+        Self::bind_with(config, store, sockets).await
     }
 
     /// Like [`App::bind`], with a store that others use as well.
     ///
     /// # Errors
     /// [`StartError::Bind`] when an address can't be bound.
-    pub async fn bind_with(config: Config, store: Arc<dyn SlotStore>) -> Result<Self, StartError> {
-        let listener = listen(config.server.listen).await?;
+    pub async fn bind_with(
+        config: Config,
+        store: Arc<dyn SlotStore>,
+        sockets: Sockets,
+    ) -> Result<Self, StartError> {
+        let listener = listen(config.server.listen, sockets.clients).await?;
         let admin = match &config.admin {
-            Some(admin) => Some(listen(admin.listen).await?),
+            Some(admin) => Some(listen(admin.listen, sockets.operators).await?),
             None => None,
         };
         Ok(Self { config, store, listener, admin })
@@ -132,6 +137,7 @@ impl App {
             }
         }
         draining.send_replace(true);
+        systemd::tell(Progress::Stopping);
         tokio::time::sleep(running.config.server.drain_delay).await;
         running.admission.drain();
         let _ = close.send(());
@@ -179,6 +185,7 @@ impl Running {
 
     /// Goes on by what was read, if that can be.
     fn follow(&mut self, loaded: Result<Config, ConfigError>) {
+        systemd::tell(Progress::Reloading);
         let checked = loaded.and_then(|config| {
             config.check_follows(&self.config)?;
             Ok(config)
@@ -191,6 +198,7 @@ impl Running {
             }
             Err(error) => tracing::error!("the configuration stays as it was: {error}"),
         }
+        systemd::tell(Progress::Ready);
     }
 
     /// Newcomers are served by this configuration. Whoever runs goes on by the one it began with, and holds it as long.
@@ -212,19 +220,28 @@ impl Running {
     }
 }
 
-async fn listen(address: SocketAddr) -> Result<TcpListener, StartError> {
-    TcpListener::bind(address).await.map_err(|error| StartError::Bind(address, error))
+/// The socket that was handed over, wherever it listens, or a new one.
+async fn listen(
+    address: SocketAddr,
+    handed: Option<std::net::TcpListener>,
+) -> Result<TcpListener, StartError> {
+    let listener = match handed {
+        Some(socket) => TcpListener::from_std(socket),
+        None => TcpListener::bind(address).await,
+    };
+    listener.map_err(|error| StartError::Bind(address, error))
 }
 
 // === the process ===
 
 /// Runs an instance until a signal ends it. SIGTERM or SIGINT drains; a second one ends at once.
 /// SIGHUP and a change of the file load the configuration anew.
-pub fn main(config: Config, source: Source, threads: Option<usize>) -> ExitCode {
+pub fn main(config: Config, source: Source, sockets: Sockets, threads: Option<usize>) -> ExitCode {
     on_runtime(threads, async {
-        let app = App::bind(config).await?;
+        let app = App::bind(config, sockets).await?;
         let reloads = Reloads::of(source);
         tracing::info!(listen = %app.addr(), admin = ?app.admin_addr(), "ready for requests");
+        systemd::tell(Progress::Ready);
         let cut = app.run(stop_signal(), Some(reloads)).await;
         tracing::info!(cut, "stopped");
         Ok::<_, StartError>(())
@@ -253,7 +270,7 @@ pub fn demo(options: &cli::Demo) -> ExitCode {
                 store_url: Secret("memory:".to_owned()),
                 admin_listen: Some(AdminListen::Off),
             })?;
-            let app = App::bind_with(config, Arc::clone(&store)).await?;
+            let app = App::bind_with(config, Arc::clone(&store), Sockets::default()).await?;
             addrs.push(app.addr());
             let mut stopped = stopped.clone();
             let stopped = async move {

@@ -30,6 +30,7 @@ mod route;
 pub mod server;
 pub mod size;
 pub mod store;
+pub mod systemd;
 mod target;
 mod told;
 mod tunnel;

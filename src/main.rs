@@ -8,6 +8,7 @@ use tidegate::{
     config::{Config, ConfigError},
     reload::Source,
     size,
+    systemd::Sockets,
 };
 
 #[global_allocator]
@@ -17,13 +18,21 @@ static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 const EXIT_USAGE: u8 = 2;
 
 fn main() -> ExitCode {
+    let sockets = Sockets::take();
     let command = cli::parse();
     app::init();
     match command {
         Command::Run(run) => {
             let (file, threads) = (run.file(), run.threads);
             let mut source = Source::new(file, move || run.load());
-            with_config(source.load(), |config| app::main(config, source, threads))
+            let sockets = match sockets {
+                Ok(sockets) => sockets,
+                Err(error) => {
+                    eprintln!("tidegate: the sockets that were handed over can't be used: {error}");
+                    return ExitCode::FAILURE;
+                }
+            };
+            with_config(source.load(), |config| app::main(config, source, sockets, threads))
         }
         Command::Check(options) => with_config(Config::load(&options.config), |config| {
             print!("{}", check::report(&config));

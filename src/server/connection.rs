@@ -43,7 +43,7 @@ use super::{
     io::{Metered, Socket},
     tls,
     turned_away::{Notice, TurnedAway},
-    watchdog::{Limits, REST_TIME, Verdict, Watchdog},
+    watchdog::{CLOSING_TIME, Limits, REST_TIME, Verdict, Watchdog},
 };
 use crate::config;
 
@@ -151,7 +151,7 @@ impl<H: Handler> Server<H> {
         if !is_within(client.peer(), &self.announcers) {
             return Some(Err(TurnedAway::Stranger));
         }
-        let heard = until(client, Command::Drain, announced::read(socket));
+        let heard = while_new(client, announced::read(socket));
         match time::timeout_at(deadline, heard).await.ok()?? {
             Ok(address) => address.into_iter().for_each(|address| client.announce(address)),
             Err(Unannounced::Gone) => return None,
@@ -181,7 +181,7 @@ impl<H: Handler> Server<H> {
         stream: &Arc<TcpStream>,
         client: &Arc<ClientConn>,
     ) {
-        let shaken = until(client, Command::Drain, tls.accept(socket));
+        let shaken = while_new(client, tls.accept(socket));
         match time::timeout_at(deadline, shaken).await {
             Ok(Some(Ok(socket))) => self.greet(socket, deadline, stream, client).await,
             Ok(Some(Err(error))) => {
@@ -201,7 +201,7 @@ impl<H: Handler> Server<H> {
     ) where
         T: AsyncRead + AsyncWrite + Send + Unpin + 'static,
     {
-        let detected = until(client, Command::Drain, detect(&mut socket));
+        let detected = while_new(client, detect(&mut socket));
         let Ok(Some(Some((protocol, prefix)))) = time::timeout_at(deadline, detected).await else {
             return;
         };
@@ -229,6 +229,17 @@ impl<H: Handler> Server<H> {
             }
         }
     }
+}
+
+/// Runs `future` while a client has yet to say what it wants: when a drain begins it has a moment left for that, since it may
+/// have connected, and sent a request, before.
+async fn while_new<F: Future>(client: &ClientConn, future: F) -> Option<F::Output> {
+    let mut future = pin!(future);
+    if let Some(output) = until(client, Command::Drain, future.as_mut()).await {
+        return Some(output);
+    }
+    let rest = until(client, Command::Cut, future);
+    time::timeout(CLOSING_TIME, rest).await.ok().flatten()
 }
 
 fn is_within(peer: SocketAddr, nets: &[IpNet]) -> bool {

@@ -23,7 +23,7 @@ const PROGRESS: u64 = 1024;
 /// How long the rest of an unwanted body is read once the response ended.
 pub(super) const REST_TIME: Duration = Duration::from_secs(2);
 /// How long a closing connection without requests may stay open.
-const CLOSING_TIME: Duration = Duration::from_secs(1);
+pub(super) const CLOSING_TIME: Duration = Duration::from_secs(1);
 
 /// The durations the watchdog keeps.
 #[derive(Clone, Copy, Debug)]

@@ -33,4 +33,5 @@ mod shutdown;
 mod stale;
 mod store_faults;
 mod streaming;
+mod systemd;
 mod tls_upstream;

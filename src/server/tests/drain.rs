@@ -56,3 +56,19 @@ async fn late_requests_are_cut() {
     assert!(request.await.unwrap().is_err());
     assert_eq!(running.drained().await, Drained { cut: 2 });
 }
+
+#[tokio::test]
+async fn a_request_that_is_on_its_way_is_answered() {
+    let mut running = Running::new(|_| {}).await;
+    let mut new = running.connect().await;
+    // An answer behind it tells that this one was accepted.
+    let mut other = running.send(b"GET /ok HTTP/1.0\r\n\r\n").await;
+    read_all(&mut other).await;
+
+    running.stop().await;
+    while TcpStream::connect(running.addr).await.is_ok() {}
+    new.write_all(b"GET /ok HTTP/1.1\r\nHost: a\r\n\r\n").await.unwrap();
+    let reply = read_all(&mut new).await;
+    assert!(reply.ends_with("ok"), "{reply}");
+    assert_eq!(running.drained().await, Drained { cut: 0 });
+}

@@ -1,7 +1,8 @@
 use std::{
     borrow::Cow,
     fs::File,
-    net::SocketAddr,
+    net::{SocketAddr, TcpListener},
+    os::fd::OwnedFd,
     path::{Path, PathBuf},
     process::{ExitStatus, Output},
 };
@@ -211,6 +212,31 @@ impl Proxy {
         Self::start_until("/livez", command, dir, addr, admin).await
     }
 
+    /// The same with sockets that listen already, handed over as systemd does. Dropping it leaves them open.
+    pub(crate) async fn spawn_on(
+        conf: &Conf,
+        clients: &TcpListener,
+        operators: &TcpListener,
+        environment: &[(&str, &str)],
+    ) -> Self {
+        let dir = TempDir::new().unwrap();
+        let (addr, admin) = (clients.local_addr().unwrap(), operators.local_addr().unwrap());
+        let file = dir.path().join("proxy.toml");
+        // Where it would listen by itself.
+        std::fs::write(&file, conf.text(unused_addr(), unused_addr())).unwrap();
+        let hand_over = "exec 3<&0 4<&1 </dev/null >&2; LISTEN_PID=$$ LISTEN_FDS=2 exec \"$@\"";
+        let handed = |socket: &TcpListener| OwnedFd::from(socket.try_clone().unwrap());
+        let mut command = Command::new("sh");
+        command
+            .args(["-c", hand_over, "sh", env!("CARGO_BIN_EXE_tidegate"), "run", "--config"])
+            .arg(file)
+            .envs(environment.iter().copied())
+            .kill_on_drop(true)
+            .stdin(handed(clients))
+            .stdout(handed(operators));
+        Self::start_by("/readyz", command, dir, addr, admin).await
+    }
+
     async fn start(command: Command, dir: TempDir, addr: SocketAddr, admin: SocketAddr) -> Self {
         Self::start_until("/readyz", command, dir, addr, admin).await
     }
@@ -222,13 +248,19 @@ impl Proxy {
         addr: SocketAddr,
         admin: SocketAddr,
     ) -> Self {
-        let log = File::create(dir.path().join("log")).unwrap();
-        let process = command
-            .current_dir(dir.path())
-            .stdout(log.try_clone().unwrap())
-            .stderr(log)
-            .spawn()
-            .unwrap();
+        command.stdout(log_in(&dir));
+        Self::start_by(path, command, dir, addr, admin).await
+    }
+
+    /// The same with what `command` has for stdout.
+    async fn start_by(
+        path: &str,
+        mut command: Command,
+        dir: TempDir,
+        addr: SocketAddr,
+        admin: SocketAddr,
+    ) -> Self {
+        let process = command.current_dir(dir.path()).stderr(log_in(&dir)).spawn().unwrap();
         let mut proxy = Self { addr, admin, process, dir };
         eventually(&format!("{path} says 200"), async || {
             if let Some(status) = proxy.process.try_wait().unwrap() {
@@ -370,6 +402,10 @@ impl Drop for Proxy {
             eprintln!("--- tidegate on {} wrote:\n{}---", self.addr, self.log());
         }
     }
+}
+
+fn log_in(dir: &TempDir) -> File {
+    File::options().create(true).append(true).open(dir.path().join("log")).unwrap()
 }
 
 /// A file with this text and the directory that keeps it.
