@@ -1,6 +1,6 @@
 #!/bin/sh
 # Runs every test. Installs what is missing first: redis-server, since the tests start private servers of their own, and
-# curl and Python with the SDKs of LLM providers (into target/sdk-venv), since the tests try clients as they are.
+# curl, the clients of nghttp2, and Python with the SDKs of LLM providers (into target/sdk-venv), since the tests try clients as they are.
 set -eu
 cd "$(dirname "$0")/.."
 
@@ -25,6 +25,10 @@ fi
 
 if ! command -v curl >/dev/null; then
     install curl "any"
+fi
+
+if ! command -v h2load >/dev/null || ! command -v nghttp >/dev/null; then
+    install nghttp2-client "any"
 fi
 
 venv=target/sdk-venv

@@ -17,6 +17,7 @@ mod fence;
 mod global_limit;
 mod harness;
 mod hazards;
+mod http2_conformance;
 mod http_clients;
 mod http_framing;
 mod http_identity;
