@@ -25,7 +25,7 @@ pub use error::ConfigError;
 pub use headers::HeaderRules;
 pub use policy::{ClassPolicy, ClassRule, Classes, Dialect, Key, Mode, Rate, Step, WeightRule};
 pub use quick::{AdminListen, QuickOptions};
-pub use tls::{Identity, ServerTls, TlsVersion, UpstreamTls};
+pub use tls::{Identity, ServerTls, Stamps, TlsVersion, UpstreamTls};
 
 /// How many slots a limit may have.
 pub const MOST_SLOTS: u32 = 1_000_000;

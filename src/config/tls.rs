@@ -5,6 +5,7 @@
 use std::{
     path::{Path, PathBuf},
     sync::Arc,
+    time::SystemTime,
 };
 
 use rustls::{
@@ -49,18 +50,23 @@ pub struct Identity {
     cert: PathBuf,
     key: PathBuf,
     certified: Arc<CertifiedKey>,
+    stamps: Stamps,
 }
+
+/// When certificate and key were written, and how long they are.
+pub type Stamps = [Option<(SystemTime, u64)>; 2];
 
 impl Identity {
     /// Puts together what belongs together.
     pub(super) fn new(
         (cert, chain): (PathBuf, Vec<CertificateDer<'static>>),
         (key, private): (PathBuf, PrivateKeyDer<'static>),
+        stamps: Stamps,
     ) -> Result<Self, String> {
         let provider = aws_lc_rs::default_provider();
         let certified = CertifiedKey::from_der(chain, private, &provider)
             .map_err(|_| "must be the key of the certificate, of a kind that is known")?;
-        Ok(Self { cert, key, certified: Arc::new(certified) })
+        Ok(Self { cert, key, certified: Arc::new(certified), stamps })
     }
 
     /// Reads both files once more.
@@ -68,15 +74,26 @@ impl Identity {
     /// # Errors
     /// What is wrong with them now.
     pub fn again(&self) -> Result<Self, String> {
+        let stamps = self.stamps_now();
         let chain = chain(&self.cert).map_err(|rule| format!("the certificate {rule}"))?;
         let key = key(&self.key).map_err(|rule| format!("the key {rule}"))?;
-        Self::new((self.cert.clone(), chain), (self.key.clone(), key))
+        Self::new((self.cert.clone(), chain), (self.key.clone(), key), stamps)
             .map_err(|rule| format!("the key {rule}"))
     }
 
     /// The files of the certificate and of its key.
     pub fn files(&self) -> [&Path; 2] {
         [&self.cert, &self.key]
+    }
+
+    /// The files when they were about to be read.
+    pub fn stamps(&self) -> Stamps {
+        self.stamps
+    }
+
+    /// The files as they are.
+    pub fn stamps_now(&self) -> Stamps {
+        stamps(self.files())
     }
 
     /// What a handshake needs.
@@ -105,6 +122,13 @@ impl std::fmt::Debug for Identity {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Identity").field("cert", &self.cert).finish_non_exhaustive()
     }
+}
+
+pub(super) fn stamps(files: [&Path; 2]) -> Stamps {
+    files.map(|file| {
+        let metadata = std::fs::metadata(file).ok()?;
+        Some((metadata.modified().ok()?, metadata.len()))
+    })
 }
 
 /// The certificates of a file, the first one's own first.

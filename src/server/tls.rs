@@ -1,9 +1,8 @@
 //! TLS for clients: the handshake, and a certificate that is read again when its files change.
 
 use std::{
-    path::Path,
     sync::{Arc, PoisonError, RwLock, Weak},
-    time::{Duration, SystemTime},
+    time::Duration,
 };
 
 use rustls::{
@@ -24,9 +23,6 @@ const LOOK: Duration = Duration::from_secs(1);
 /// The certificate that is shown now.
 #[derive(Debug)]
 struct Shown(RwLock<Arc<CertifiedKey>>);
-
-/// When the files changed last, and how long they are.
-type Stamps = [Option<(SystemTime, u64)>; 2];
 
 /// What makes a plain connection a secret one. Inside the runtime.
 pub(super) fn acceptor(settings: &ServerTls) -> TlsAcceptor {
@@ -51,7 +47,7 @@ pub(super) fn acceptor(settings: &ServerTls) -> TlsAcceptor {
 
 /// Reads the files again when they changed. What can't be used changes nothing.
 async fn watch(mut identity: Identity, shown: Weak<Shown>) {
-    let mut seen = stamps(&identity).await;
+    let mut seen = identity.stamps();
     let mut ticks = time::interval(LOOK);
     ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
     loop {
@@ -59,7 +55,7 @@ async fn watch(mut identity: Identity, shown: Weak<Shown>) {
         let Some(shown) = shown.upgrade() else {
             return;
         };
-        let now = stamps(&identity).await;
+        let now = on_disk(&identity, Identity::stamps_now).await;
         if now == seen {
             continue;
         }
@@ -73,14 +69,6 @@ async fn watch(mut identity: Identity, shown: Weak<Shown>) {
             Err(error) => tracing::warn!(%error, "the certificate for clients stays as it was"),
         }
     }
-}
-
-async fn stamps(identity: &Identity) -> Stamps {
-    let stamp = |file: &Path| {
-        let metadata = std::fs::metadata(file).ok()?;
-        Some((metadata.modified().ok()?, metadata.len()))
-    };
-    on_disk(identity, move |identity| identity.files().map(stamp)).await
 }
 
 /// Files may lie on a slow disk, which must keep no connection waiting.

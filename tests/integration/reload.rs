@@ -9,7 +9,8 @@ use std::sync::{
 use tokio::task::JoinHandle;
 
 use crate::harness::{
-    Answer, Client, Proxy, Raw, Redis, Reload, Upstream, eventually, one_limit, signal, within,
+    Answer, Client, Proxy, Raw, Redis, Reload, Upstream, eventually, one_limit, run_to_end, signal,
+    within,
 };
 
 fn get(client: &Client, proxy: &Proxy, path: &'static str) -> JoinHandle<Answer> {
@@ -101,6 +102,49 @@ async fn a_raised_limit_wakes_waiters_that_kept_their_places() {
         upstream.wait_current(0).await;
         eventually("every slot is back", async || proxy.limit("llm").await["in_use"] == 0).await;
     }
+}
+
+#[tokio::test]
+async fn reloaded_slots_spread_over_the_fleet_as_claims_do() {
+    let (upstream, redis) = (Upstream::spawn().await, Redis::spawn().await);
+    let conf = one_limit(&upstream, 2).redis(&redis);
+    let (a, b) = (Proxy::spawn(&conf).await, Proxy::spawn(&conf).await);
+    let in_force = async |slots: u32| {
+        for proxy in [&a, &b] {
+            eventually(&format!("{slots} slots"), async || {
+                proxy.limit("llm").await["slots"] == slots
+            })
+            .await;
+        }
+    };
+    let reload = async |proxy: &Proxy, slots| {
+        let text = proxy.text(&conf.clone().slots(slots));
+        assert_eq!(proxy.sighup(&text).await, Reload::Applied);
+    };
+    // The lowest claim is in force: raising takes everyone, lowering takes one.
+    reload(&a, 4).await;
+    eventually("both claims are known", async || {
+        let meta: Vec<String> = redis.cli(&["HGETALL", "sem:llm:meta"]).await;
+        let claims = meta.chunks(2).filter(|pair| pair[0].starts_with("claim:"));
+        let mut claims: Vec<_> = claims.map(|pair| pair[1].split(' ').next().unwrap()).collect();
+        claims.sort_unstable();
+        claims == ["2", "4"]
+    })
+    .await;
+    in_force(2).await;
+    reload(&b, 4).await;
+    in_force(4).await;
+    reload(&a, 3).await;
+    in_force(3).await;
+    // An operator's order stands above the claims, until a new one is made.
+    let admin = format!("http://{}", a.admin());
+    let ordered = run_to_end(&["limit", "llm", "--slots", "9", "--admin", &admin]).await;
+    assert!(ordered.status.success(), "{ordered:?}");
+    in_force(9).await;
+    reload(&b, 4).await;
+    in_force(9).await;
+    reload(&b, 5).await;
+    in_force(3).await;
 }
 
 #[tokio::test]

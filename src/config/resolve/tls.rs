@@ -56,9 +56,10 @@ pub(super) fn upstream(
 
 fn identity(cert: &Spanned<String>, key: &Spanned<String>, folder: &Path) -> Found<Identity> {
     let (cert_path, key_path) = (path(cert, folder), path(key, folder));
+    let stamps = tls::stamps([&cert_path, &key_path]);
     let chain = tls::chain(&cert_path).at(cert.span())?;
     let private = tls::key(&key_path).at(key.span())?;
-    Identity::new((cert_path, chain), (key_path, private)).at(key.span())
+    Identity::new((cert_path, chain), (key_path, private), stamps).at(key.span())
 }
 
 fn path(text: &Spanned<String>, folder: &Path) -> PathBuf {
