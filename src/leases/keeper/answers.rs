@@ -170,6 +170,11 @@ impl Keeper {
         shadow: Option<Refused>,
     ) {
         let Some(entry) = self.entries.get_mut(&id) else { return };
+        let age = ms(now.duration_since(sent));
+        if entry.ask.wants.iter().any(|want| age >= want.set.lease) {
+            // The process slept, and the slots may be another's by now.
+            return self.ask_again(id);
+        }
         entry.phase = Phase::Held;
         entry.held = entry.ask.wants.len();
         entry.confirmed = sent;

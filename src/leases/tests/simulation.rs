@@ -8,7 +8,8 @@
 //! `TIDEGATE_SIM_TAIL` how many lines of the story are printed.
 //!
 //! Not simulated: rates, shadow mode, leases of different lengths, plain clients, evictions, two servers that both believe
-//! to be the primary, an upstream that never notices that an instance died, and steps of the clock below five seconds.
+//! to be the primary, an upstream that never notices that an instance died, steps of the clock below five seconds, and
+//! the short way of a store inside the process.
 
 use std::fmt;
 
@@ -25,6 +26,7 @@ mod machine;
 mod plan;
 mod requests;
 mod store;
+mod warm;
 mod world;
 
 use plan::Mutant;
@@ -63,11 +65,11 @@ fn no_seed_breaks_a_law() {
     let one = number("TIDEGATE_SIM_SEED");
     let first = one.unwrap_or(0);
     let seeds = number("TIDEGATE_SIM_SEEDS").unwrap_or(if one.is_some() { 1 } else { SEEDS });
-    let (mut began, mut faults, mut calls) = ([0; 4], 0, 0);
+    let (mut began, mut faults, mut calls) = ([0; 5], 0, 0);
     let mut failed = Vec::new();
     for seed in first..first + seeds {
         let (world, broken) = broken_by(seed, None);
-        (0..4).for_each(|way| began[way] += world.began[way]);
+        (0..5).for_each(|way| began[way] += world.began[way]);
         faults += world.faults;
         calls += world.store.calls;
         if let Some(law) = broken {
@@ -76,8 +78,8 @@ fn no_seed_breaks_a_law() {
         }
     }
     println!(
-        "{seeds} seeds: {calls} calls, {faults} faults; began: {} granted, {} taken over, {} from shares, {} without limit",
-        began[0], began[1], began[2], began[3]
+        "{seeds} seeds: {calls} calls, {faults} faults; began: {} granted, {} taken over, {} from shares, {} without limit, {} warm",
+        began[0], began[1], began[2], began[3], began[4]
     );
     if let Some(&seed) = failed.first() {
         println!("{}", story_of(seed, None));

@@ -587,3 +587,21 @@ fn a_slot_that_is_kept_is_handed_on_while_the_store_is_away() {
     rig.ask_one();
     assert_eq!(rig.settle(), [(id, None)]);
 }
+
+#[test]
+fn a_grant_that_is_read_after_its_lease_is_asked_for_again() {
+    let mut rig = Rig::settled(4);
+    let id = rig.ask_one();
+    let (call, sent) = (rig.keeper.next_call(rig.now).unwrap(), rig.now);
+    let stamp = Stamp { now: rig.store_now(), recovery: rig.recovery };
+    let outcomes = vec![Acquired::Granted];
+    let acquires = Some(AcquireReply { stamp, outcomes, ..AcquireReply::default() });
+    // The process sleeps while its answer lies in the socket.
+    rig.pass(LEASE);
+    rig.keeper.on_reply(call, sent, rig.now, Ok(Reply { acquires, ..Reply::default() }));
+    assert_eq!(rig.answers(), []);
+    let calls = rig.serve();
+    let again = calls.iter().flat_map(|call| &call.acquires).map(|acquire| acquire.again);
+    assert_eq!(Vec::from_iter(again), [true]);
+    assert_eq!(rig.answers(), [(id, None)]);
+}

@@ -117,7 +117,8 @@ impl World {
             Fault::Override => {
                 let limit = self.rng.usize(..self.plan.limits.len());
                 if !self.plan.limits[limit].keyed && !self.plan.limits[limit].fenced {
-                    let slots = self.chance(0.7).then(|| self.rng.u32(0..=8));
+                    let above = self.plan.above(limit);
+                    let slots = self.chance(0.7).then(|| above + self.rng.u32(0..=8));
                     self.order(at, limit, slots);
                 }
             }
@@ -222,7 +223,16 @@ impl World {
             self.plan_in(Duration::ZERO, happening);
         }
         self.disturb(at, Duration::ZERO);
-        self.serve(at);
+        // So is whether the keeper runs before those do who came meanwhile.
+        if self.rng.bool() {
+            self.serve(at);
+        }
+        if self.busy {
+            (0..self.rng.u32(..8))
+                .for_each(|_| self.plan_in(Duration::ZERO, Happening::Queued { machine: at }));
+        }
+        let number = self.machines[at].ticks;
+        self.plan_in(Duration::ZERO, Happening::Tick { machine: at, number });
     }
 
     pub(super) fn crash(&mut self, at: usize) {
@@ -247,7 +257,7 @@ impl World {
     fn other_claims(&mut self) -> Vec<u32> {
         let slots = |world: &mut Self, limit: usize| match world.plan.limits[limit].fenced {
             true => 1,
-            false => world.rng.u32(1..=6),
+            false => world.plan.above(limit) + world.rng.u32(1..=6),
         };
         (0..self.plan.limits.len()).map(|limit| slots(self, limit)).collect()
     }

@@ -20,9 +20,9 @@ impl World {
         wants.filter(|(of, _)| *of == set).map(|(_, weight)| *weight).sum()
     }
 
-    /// Whether the store must count a running request.
-    fn is_counted(&self, at: usize, set: usize) -> bool {
-        let Some(confirmed) = self.store.confirmed.get(&(set, self.requests[at].holder)) else {
+    /// Whether the store must count a holder.
+    pub(super) fn is_counted(&self, holder: Uuid, set: usize) -> bool {
+        let Some(confirmed) = self.store.confirmed.get(&(set, holder)) else {
             return false;
         };
         let lost = !self.plan.strict
@@ -38,8 +38,13 @@ impl World {
 
     /// I1, at the only moments at which the upstream's count rises; I8.
     pub(super) fn check_beginning(&mut self, at: usize, fence: Option<u64>) {
+        let holder = self.requests[at].holder;
+        let has_same = |other: &&usize| **other != at && self.requests[**other].holder == holder;
+        if let Some(other) = self.running.iter().find(has_same) {
+            self.breaks(format!("r{at} begins with the slots of r{other}, which runs"));
+        }
         match self.requests[at].way {
-            Way::Granted | Way::TakenOver => self.check_counted_beginning(at),
+            Way::Granted | Way::TakenOver | Way::Warm => self.check_counted_beginning(at),
             Way::Shared => self.check_share(at),
             Way::Open => {}
         }
@@ -68,16 +73,21 @@ impl World {
             // Who was registered after the grant was unknown to it.
             let was_counted = |at: &usize| {
                 let other = self.requests[*at].holder;
-                self.is_counted(*at, set)
+                self.is_counted(other, set)
                     && self.store.confirmed.get(&(set, other)).is_some_and(|others| {
                         others.since < confirmed.since || !self.is_registered(other, others)
                     })
             };
             let counted = self.running.iter().copied().filter(was_counted);
-            let running = self.slots_of(set, counted);
-            let slots = self.store.most_since(set, confirmed.first);
-            tell!(self, "{running} counted ones of {slots} run in {key}");
-            if running > slots {
+            let (running, warm) = (self.slots_of(set, counted), self.kept_warm(set));
+            // What is handed on without a word to the store may overlook that a limit was lowered, for a moment.
+            let since = match self.requests[at].way {
+                Way::Warm => confirmed.first.max(self.now - self.view()),
+                _ => confirmed.first,
+            };
+            let slots = self.store.most_since(set, since);
+            tell!(self, "{running} counted ones of {slots} run in {key}, {warm} are kept");
+            if running + warm > slots {
                 let running: Vec<_> = self.running.iter().map(|at| format!("r{at}")).collect();
                 let running = running.join(" ");
                 self.breaks(format!("r{at} begins above {slots} slots of {key}: {running}"));
@@ -253,19 +263,29 @@ impl World {
             let asks = |request: usize| self.requests[request].phase == Phase::Asking;
             let queue = self.store.ledger.queue(&spec.key);
             let waits = queue.iter().any(|waiter| self.request_of(waiter.id).is_some_and(asks));
+            if !waits || recovers {
+                self.store.waits[set] = None;
+            } else {
+                self.store.waits[set].get_or_insert(self.now);
+            }
             if !(waits && fits && !recovers) {
                 self.store.idle[set] = None;
                 continue;
             }
             let since = *self.store.idle[set].get_or_insert(self.now);
             let heartbeat = self.plan.heartbeat();
-            let unknown = 4 * heartbeat + self.plan.presence() + self.plan.recovery();
+            let unknown = self.unknown();
             let calm = self.now.duration_since(self.last_fault) > unknown;
             let longest = if calm { 2 * heartbeat } else { unknown };
             if self.now - since > longest {
                 self.breaks(format!("a slot of {} lies idle while somebody waits", spec.key));
             }
         }
+    }
+
+    /// How long after a fault the store may be wrong about who is there.
+    pub(super) fn unknown(&self) -> Duration {
+        4 * self.plan.heartbeat() + self.plan.presence() + self.plan.recovery()
     }
 
     /// I9: a keeper knows nothing of requests that are over, but what is still to be said of them.
@@ -278,7 +298,8 @@ impl World {
         };
         let running = self.running.iter().filter(is_here).count();
         // Requests that are over while their end waits in the inbox, or for the process to wake.
-        let known = machine.asking.len() + running + machine.unheard;
+        let spares = self.spares.iter().filter(|spare| spare.machine == at).count();
+        let known = machine.asking.len() + running + machine.unheard + spares;
         if listed > known && !self.plan.is(Mutant::ReleaseAtHead) {
             self.breaks(format!("{at} keeps {listed} requests, of which {known} are there"));
         }
@@ -323,6 +344,9 @@ impl World {
                 let waiters: Vec<_> = queue.iter().map(|waiter| self.name(waiter.id)).collect();
                 return Err(format!("{} never got empty: {status:?}, {waiters:?}", spec.key));
             }
+        }
+        if let Some(spare) = self.spares.iter().find(|spare| self.machines[spare.machine].alive) {
+            return Err(format!("{} is still kept warm", self.name(spare.holder)));
         }
         let specs: Vec<_> = self.store.specs.iter().collect();
         for (key, fields) in self.store.ledger.dump(&specs) {
@@ -383,7 +407,7 @@ impl World {
                     self.leaves(at);
                 }
             }
-            self.pass(Duration::from_secs(2))?;
+            self.pass(2 * self.plan.heartbeat() + Duration::from_secs(2))?;
         }
         self.check_rest()
     }

@@ -18,6 +18,7 @@ pub(super) struct Machine {
     pub(super) claims: Vec<u32>,
     /// Per set of the plan.
     pub(super) sets: Vec<Arc<SetSpec>>,
+    pub(super) route: Arc<str>,
     pub(super) alive: bool,
     pub(super) draining: bool,
     pub(super) frozen: bool,
@@ -92,6 +93,7 @@ impl World {
             id,
             claims: claims.to_vec(),
             sets: sets.collect(),
+            route: "/".into(),
             alive: true,
             draining: false,
             frozen: false,

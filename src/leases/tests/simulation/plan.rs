@@ -25,10 +25,16 @@ pub(super) enum Mutant {
     NoCut,
     /// Queues are served from their ends.
     YoungestFirst,
+    /// What is kept warm stays so although somebody waits.
+    KeepsWhatIsWanted,
+    /// It is used again however long ago its lease was renewed.
+    ReusesLate,
+    /// Two requests use the same again.
+    SharesWarmSlot,
 }
 
 impl Mutant {
-    pub(super) const ALL: [Self; 10] = [
+    pub(super) const ALL: [Self; 13] = [
         Self::NoRecovery,
         Self::NoFence,
         Self::ExpiresAfterAcquire,
@@ -39,6 +45,9 @@ impl Mutant {
         Self::FullShare,
         Self::NoCut,
         Self::YoungestFirst,
+        Self::KeepsWhatIsWanted,
+        Self::ReusesLate,
+        Self::SharesWarmSlot,
     ];
 }
 
@@ -100,6 +109,8 @@ pub(super) struct LimitPlan {
     pub(super) slots: u32,
     pub(super) keyed: bool,
     pub(super) fenced: bool,
+    /// Its slots may be kept warm. From how many on that pays is the configuration's business.
+    warm: bool,
     queue: u32,
     classes: Arc<[ClassSpec]>,
 }
@@ -146,37 +157,49 @@ impl Plan {
         let queue = rng.u32(2..20);
         let classes: Arc<[ClassSpec]> =
             shares.map(|(name, share)| ClassSpec { name: name.into(), share, queue: 20 }).into();
+        let cut = rng.bool();
+        let warm = !cut && chance(rng, 0.6);
+        // Whoever waits anywhere makes an instance keep nothing, and the narrow limits are full most of the time.
+        let alone = warm && chance(rng, 0.8);
         let limit = |name, slots, keyed, fenced| LimitPlan {
             name,
             slots,
             keyed,
             fenced,
+            warm: warm && !keyed && !fenced,
             queue,
             classes: Arc::clone(&classes),
         };
-        let mut limits = vec![limit("wide", rng.u32(1..=6), false, false)];
+        let mut limits =
+            vec![limit("wide", if warm { rng.u32(4..=16) } else { rng.u32(1..=6) }, false, false)];
         let mut sets = vec![SetPlan { key: "wide".into(), limit: 0 }];
         let mut routes = vec![vec![0]];
-        if rng.bool() {
+        if !alone && rng.bool() {
             limits.push(limit("tenant", rng.u32(1..=3), true, false));
             for value in 0..2 {
                 sets.push(SetPlan { key: format!("tenant:{value}").into(), limit: 1 });
                 routes.push(vec![1 + value, 0]);
             }
         }
-        if chance(rng, 0.3) {
+        if !alone && chance(rng, 0.3) {
             limits.push(limit("single", 1, false, true));
             sets.push(SetPlan { key: "single".into(), limit: limits.len() - 1 });
             routes.push(vec![sets.len() - 1]);
         }
         let instances = rng.usize(1..=4);
-        let hold = Duration::from_millis([100, 500, 2_000, 8_000][rng.usize(..4)]);
-        let load = 0.5 + 1.5 * rng.f64();
+        // What isn't full, and used again soon, is kept warm; what is full calls for it.
+        let holds = if warm { [200, 400, 700, 1_000] } else { [100, 500, 2_000, 8_000] };
+        let hold = Duration::from_millis(holds[rng.usize(..4)]);
+        let load = if warm { 0.1 + 0.6 * rng.f64() } else { 0.5 + 1.5 * rng.f64() };
         let slots: u32 = limits.iter().map(|limit| limit.slots).sum();
         let pause = hold.mul_f64(instances as f64 / (f64::from(slots) * load));
         let wanted = rng.usize(0..=4) * rng.usize(1..=4);
         let mut faults = FAULTS;
         rng.shuffle(&mut faults);
+        // Only after a freeze what is kept may be old.
+        if warm && rng.bool() {
+            faults[0] = Fault::Freeze;
+        }
         Self {
             limits,
             sets,
@@ -184,7 +207,7 @@ impl Plan {
             instances,
             lease: Duration::from_secs([3, 5, 8][rng.usize(..3)]),
             strict: rng.bool(),
-            cut: rng.bool(),
+            cut,
             when_down: [
                 WhenDown::Closed,
                 WhenDown::LocalShare,
@@ -196,9 +219,14 @@ impl Plan {
             hold,
             pause: pause.max(Duration::from_millis(20)),
             faults: faults[..wanted.min(FAULTS.len())].to_vec(),
-            peace: Duration::from_millis(rng.u64(500..6_000)),
+            peace: Duration::from_millis(rng.u64(500..6_000)) * if warm { 3 } else { 1 },
             mutant,
         }
+    }
+
+    /// What a large limit has above a small one, whoever sets it.
+    pub(super) fn above(&self, limit: usize) -> u32 {
+        self.limits[limit].slots.saturating_sub(6)
     }
 
     pub(super) fn heartbeat(&self) -> Duration {
@@ -236,7 +264,7 @@ impl Plan {
             keyed: of.keyed,
             shadow: false,
             fenced: of.fenced,
-            warm: false,
+            warm: of.warm,
             classes: Arc::clone(&of.classes),
             limit,
         }
@@ -268,12 +296,13 @@ impl fmt::Display for Plan {
         let limits = self.limits.iter().map(|limit| format!("{} {}", limit.name, limit.slots));
         write!(
             f,
-            "{} instances, {}, lease {:?}, {}, {}, {:?}, queue of {} for {:?}, hold {:?}, pause {:?}, faults {:?} every {:?}",
+            "{} instances, {}, lease {:?}, {}, {}, {}, {:?}, queue of {} for {:?}, hold {:?}, pause {:?}, faults {:?} every {:?}",
             self.instances,
             limits.collect::<Vec<_>>().join(", "),
             self.lease,
             if self.strict { "strict" } else { "fast" },
             if self.cut { "cut" } else { "keep" },
+            if self.limits[0].warm { "warm" } else { "cold" },
             self.when_down,
             self.limits[0].queue,
             self.queue_timeout,

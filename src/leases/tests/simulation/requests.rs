@@ -16,6 +16,7 @@ pub(super) struct Request {
     pub(super) wants: Vec<(usize, u32)>,
     pub(super) class: usize,
     pub(super) asked: Instant,
+    pub(super) taken: Instant,
     pub(super) phase: Phase,
     /// Under which id its slots are taken.
     pub(super) holder: Uuid,
@@ -42,6 +43,8 @@ pub(super) enum Way {
     TakenOver,
     Shared,
     Open,
+    /// With what another had, without asking.
+    Warm,
 }
 
 impl World {
@@ -51,6 +54,10 @@ impl World {
         }
         let next = self.about(self.plan.pause);
         self.plan_in(next, Happening::Comes { machine });
+        self.client(machine);
+    }
+
+    pub(super) fn client(&mut self, machine: usize) {
         let route = self.rng.usize(..self.plan.routes.len());
         let sets = self.plan.routes[route].clone();
         let weight = |world: &mut Self, set: usize| {
@@ -66,7 +73,11 @@ impl World {
             self.plan_in(leaves, Happening::Leaves { machine, request });
         }
         if self.chance(0.1) {
-            self.requests[request].leaves_running = Some(self.up_to(hold));
+            let leaves = self.up_to(hold);
+            match self.requests[request].phase {
+                Phase::Running => self.plan_in(leaves, Happening::Leaves { machine, request }),
+                _ => self.requests[request].leaves_running = Some(leaves),
+            }
         }
         self.serve(machine);
     }
@@ -78,7 +89,6 @@ impl World {
         class: usize,
         hold: Duration,
     ) -> usize {
-        let (sender, answer) = oneshot::channel();
         let (id, asked) = (self.new_id(), self.now);
         let request = self.list_request(Request {
             machine,
@@ -86,21 +96,28 @@ impl World {
             wants: wants.to_vec(),
             class,
             asked,
+            taken: asked,
             phase: Phase::Asking,
             holder: id,
             way: Way::Granted,
             hold,
             leaves_running: None,
             guard: None,
-            answer: Some(answer),
+            answer: None,
         });
         tell!(self, "r{request} asks {machine} for {wants:?}, class {class}");
         let sets = &self.machines[machine].sets;
         let wants = wants.iter().map(|&(set, weight)| Want { set: Arc::clone(&sets[set]), weight });
         let rates = Arc::from([]);
-        let ask = Ask { id, wants: wants.collect(), rates, class, route: "/".into() };
+        let route = Arc::clone(&self.machines[machine].route);
+        let ask = Ask { id, wants: wants.collect(), rates, class, route };
+        if self.finds_warm(machine, request, &ask) {
+            return request;
+        }
         let deadline = self.rng.u8(..10) == 0;
         let deadline = deadline.then(|| asked + self.plan.queue_timeout / 2);
+        let (sender, answer) = oneshot::channel();
+        self.requests[request].answer = Some(answer);
         let message = Message::Acquire { ask, asked, deadline, answer: sender };
         self.machines[machine].inbox.push(message);
         self.machines[machine].asking.push(request);
@@ -168,13 +185,16 @@ impl World {
         }
     }
 
-    fn begins(&mut self, at: usize, way: Way, guard: Option<Guard>, fence: Option<u64>) {
+    pub(super) fn begins(&mut self, at: usize, way: Way, guard: Option<Guard>, fence: Option<u64>) {
         tell!(self, "r{at} begins: {way:?}, as {}", self.name(self.requests[at].holder));
         let request = &mut self.requests[at];
         request.phase = Phase::Running;
         request.way = way;
+        request.taken = self.now;
         request.guard = guard;
         let (machine, hold, leaves) = (request.machine, request.hold, request.leaves_running);
+        let holder = request.holder;
+        self.spares.retain(|spare| spare.holder != holder);
         self.began[way as usize] += 1;
         self.running.push(at);
         self.check_beginning(at, fence);
@@ -210,8 +230,10 @@ impl World {
         let holder = self.requests[request].holder;
         let heard = &mut self.machines[machine];
         heard.unheard = heard.unheard.saturating_sub(1);
-        self.machines[machine].inbox.push(Message::Release(holder));
-        self.serve(machine);
+        if !self.keeps(machine, request) {
+            self.machines[machine].inbox.push(Message::Release(holder));
+            self.serve(machine);
+        }
     }
 
     pub(super) fn leaves(&mut self, at: usize) {

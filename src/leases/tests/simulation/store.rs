@@ -44,6 +44,8 @@ pub(super) struct Store {
     pub(super) slots: Vec<Vec<(Instant, u32)>>,
     /// Per set: since when a slot lies idle although somebody waits.
     pub(super) idle: Vec<Option<Instant>>,
+    /// Per set: since when somebody waits who might be served.
+    pub(super) waits: Vec<Option<Instant>>,
     /// Since when an id holds a grant that its owner hasn't confirmed.
     granted: HashMap<(usize, Uuid), Instant>,
     fence: u64,
@@ -79,6 +81,7 @@ impl Store {
             lost: vec![None; sets],
             slots: vec![Vec::new(); sets],
             idle: vec![None; sets],
+            waits: vec![None; sets],
             granted: HashMap::default(),
             fence: 0,
             fleet_lost: None,
@@ -248,6 +251,7 @@ impl World {
         self.deliver_pushes();
         self.note_slots();
         self.check_idle();
+        self.check_kept();
         self.check_counted();
         Ok(self.restore_reply(reply))
     }
@@ -270,6 +274,7 @@ impl World {
 
     fn account_releases(&mut self, releases: &[Release]) {
         for release in releases {
+            self.spares.retain(|spare| spare.holder != release.ask.id);
             for want in release.ask.wants.iter() {
                 // Strays are released from every set that there is without a key.
                 if let Some(set) = self.store.specs.iter().position(|spec| spec.key == want.set.key)
@@ -395,9 +400,13 @@ impl World {
     fn deliver_pushes(&mut self) {
         for (instance, id, notice) in std::mem::take(&mut self.store.ledger.pushes) {
             let Some(machine) = self.machine_of(instance) else { continue };
+            if notice == Notice::Wanted && self.plan.is(Mutant::KeepsWhatIsWanted) {
+                continue;
+            }
             let lost = self.pushes_get_lost && self.rng.bool();
             if lost || self.machines[machine].deaf || !self.reaches(machine) {
                 tell!(self, "a push to {} gets lost", machine);
+                self.last_lost_push = Some(self.now);
                 continue;
             }
             let event = match notice {
@@ -452,6 +461,11 @@ impl World {
             self.plan.is(Mutant::BlindRenewal) || self.plan.is(Mutant::InstanceHeartbeat);
         if let Some(beat) = reply.heartbeat.as_mut().filter(|_| is_blind) {
             beat.renewed = vec![Renewed::Kept; 1_000];
+        }
+        if let Some(beat) = &mut reply.heartbeat
+            && self.plan.is(Mutant::KeepsWhatIsWanted)
+        {
+            beat.sets.iter_mut().for_each(|set| (set.used, set.waiting) = (0, 0));
         }
         reply
     }

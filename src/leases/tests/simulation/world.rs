@@ -8,6 +8,7 @@ use super::{
     plan::{Mutant, Plan},
     requests::Request,
     store::Store,
+    warm::Spare,
     *,
 };
 use crate::store::Caller;
@@ -68,8 +69,12 @@ pub(super) enum Happening {
         run: Arc<str>,
         call: Call,
     },
-    /// A client comes.
+    /// A client comes, and after a while the next.
     Comes {
+        machine: usize,
+    },
+    /// One that came while the process slept.
+    Queued {
         machine: usize,
     },
     /// The upstream's answer is complete.
@@ -117,17 +122,20 @@ pub(super) struct World {
     by_id: HashMap<Uuid, usize>,
     /// What runs at the upstream.
     pub(super) running: Vec<usize>,
+    /// What instances keep warm; of one that is gone until its lease is over.
+    pub(super) spares: Vec<Spare>,
     /// Faults happen and clients come.
     pub(super) busy: bool,
     pub(super) slow: bool,
     pub(super) pushes_get_lost: bool,
+    pub(super) last_lost_push: Option<Instant>,
     pub(super) last_fault: Instant,
     /// The highest fence that began, of any request.
     pub(super) fence: u64,
     pub(super) tells: bool,
     pub(super) story: VecDeque<String>,
     pub(super) wrong: Option<String>,
-    pub(super) began: [u64; 4],
+    pub(super) began: [u64; 5],
     pub(super) faults: u64,
 }
 
@@ -161,15 +169,17 @@ impl World {
             requests: Vec::new(),
             by_id: HashMap::default(),
             running: Vec::new(),
+            spares: Vec::new(),
             busy: true,
             slow: false,
             pushes_get_lost: false,
+            last_lost_push: None,
             last_fault: now,
             fence: 0,
             tells,
             story: VecDeque::new(),
             wrong: None,
-            began: [0; 4],
+            began: [0; 5],
             faults: 0,
         };
         tell!(world, "{}", world.plan);
@@ -247,6 +257,7 @@ impl World {
             Happening::Subscribes { machine } => self.subscribes(machine),
             Happening::Again { caller, run, call } => self.arrives_again(&caller, &run, &call),
             Happening::Comes { machine } => self.comes(machine),
+            Happening::Queued { machine } => self.client(machine),
             Happening::Ends { request } => self.ends(request),
             Happening::Drops { machine, request } => self.drops(machine, request),
             Happening::Guards { request, .. } => self.guards(request),
@@ -351,6 +362,7 @@ impl Happening {
             | Self::Pushed { machine, .. }
             | Self::Subscribes { machine }
             | Self::Comes { machine }
+            | Self::Queued { machine }
             | Self::Drops { machine, .. }
             | Self::Guards { machine, .. }
             | Self::Leaves { machine, .. } => Some(*machine),
