@@ -1,5 +1,5 @@
 -- heartbeat: keeps an instance present, claims its configuration, renews its holders, re-adds lost ones, drops the
--- waiters of instances that are gone, mends what a lost key left inconsistent, grants, and tells the sets' state.
+-- waiters of instances that are gone, forgets those that are long gone, mends what a lost key left inconsistent, grants, and tells the sets' state.
 --
 -- Guarantees: a holder that really runs is counted again, above N if need be; one whose lease was still valid starts
 -- a recovery, since others may be missing too.
@@ -17,19 +17,51 @@
 local subscribed, leaving, within = ARGV[arg] == '1', ARGV[arg + 1] == '1', tonumber(ARGV[arg + 2])
 arg = arg + 3
 
-local before = redis.call('HGET', fleet, 'run')
-if last and (before ~= run or redis.call('EXISTS', instances) == 0) then
+-- Silent for so long, an instance has no command under way any more that would arrive, and no lease that would last.
+local LONG_GONE, FORGOTTEN_PER_CALL = 86400000, 8
+
+-- The score of an instance is when it was heard of; of one that has left it is when it did, below zero. It stays on the
+-- list, since the fence must know its connections for as long as commands may come late.
+local before, listed = redis.call('HGET', fleet, 'run'), redis.call('EXISTS', instances) == 1
+if last and (before ~= run or not listed) then
   recovery = now
   redis.call('HSET', fleet, 'run', run)
 end
+if not listed then
+  local fields = redis.call('HGETALL', fleet)
+  for i = 1, #fields, 2 do
+    local instance = string.match(fields[i], '^epoch:(.+)$')
+    if instance then redis.call('ZADD', instances, -now, instance) end
+  end
+end
 if leaving then
-  redis.call('ZREM', instances, me)
+  redis.call('ZADD', instances, -now, me)
   seen[me] = false
 else
   redis.call('ZADD', instances, now, me)
   seen[me] = now
 end
 redis.call('HSET', fleet, 'sub:' .. me, (subscribed and not leaving) and 1 or 0)
+
+local function forget(from, to)
+  for _, instance in ipairs(redis.call('ZRANGE', instances, from, to, 'BYSCORE', 'LIMIT', 0, FORGOTTEN_PER_CALL)) do
+    redis.call('ZREM', instances, instance)
+    redis.call('HDEL', fleet, 'epoch:' .. instance, 'sub:' .. instance)
+  end
+end
+
+-- In recovery a clock that jumped, or a server that slept, may make the living look long gone.
+if now - recovery > within then
+  forget(0, '(' .. (now - LONG_GONE))
+  forget('(' .. (LONG_GONE - now), '(0')
+  -- Of sets whose keys have expired there is no list, so a few fields are looked at by chance.
+  local fields = redis.call('HRANDFIELD', fleet, FORGOTTEN_PER_CALL, 'WITHVALUES')
+  for i = 1, #fields, 2 do
+    if string.find(fields[i], '^live:') and tonumber(fields[i + 1]) < now - LONG_GONE then
+      redis.call('HDEL', fleet, fields[i])
+    end
+  end
+end
 
 local function drop_waiters(set, waiters, instance)
   redis.call('HDEL', set.meta, 'waiters:' .. instance)

@@ -24,6 +24,10 @@ const CLOCK_SLACK: i64 = 1_000;
 /// The fleet's last sign of life, and a set's `live_until`, needn't be exact: they are rewritten when off by this, ms.
 const LAST_STEP: i64 = 100;
 const LIVE_STEP: i64 = 1_000;
+/// Silent for so long, ms, an instance has no command under way any more that would arrive, and no lease that would last.
+const LONG_GONE: i64 = 86_400_000;
+/// How many of those one heartbeat forgets: of the dead, and of those that left.
+const FORGOTTEN_PER_CALL: usize = 8;
 /// How many waiters one operation grants at most; the next heartbeat goes on.
 const GRANTS_PER_CALL: usize = 256;
 
@@ -32,6 +36,8 @@ const GRANTS_PER_CALL: usize = 256;
 #[cfg_attr(test, derive(Clone))]
 pub struct Ledger {
     fleet: Option<Fleet>,
+    /// When each was heard of. Of one that has left: when it did, below zero. It stays on the list, since the fence must
+    /// know its connections for as long as commands may come late.
     instances: HashMap<Uuid, i64>,
     sets: HashMap<Arc<str>, Set>,
     /// Who would hear a push.
@@ -169,10 +175,15 @@ impl Ledger {
             context.fleet.recovery = now;
             context.fleet.run = run.into();
         }
-        if heartbeat.leaving {
-            self.instances.remove(&caller.instance);
-        } else {
-            self.instances.insert(caller.instance, now);
+        let recovery = context.fleet.recovery;
+        if self.instances.is_empty() {
+            let known = self.fleet.iter().flat_map(|fleet| fleet.epochs.keys());
+            self.instances.extend(known.map(|&instance| (instance, -now)));
+        }
+        self.instances.insert(caller.instance, if heartbeat.leaving { -now } else { now });
+        // In recovery a clock that jumped, or a server that slept, may make the living look long gone.
+        if now - recovery > heartbeat.within {
+            self.forget_the_long_gone(now);
         }
         let instances = self.heard_within(now, heartbeat.within);
         let (sets, mut context) = self.context(now, caller);
@@ -262,6 +273,23 @@ impl Ledger {
 }
 
 impl Ledger {
+    fn forget_the_long_gone(&mut self, now: i64) {
+        let is_long_gone = |at: &i64| at.abs() < now - LONG_GONE;
+        let seen = self.instances.iter().map(|(&instance, &at)| (at, instance));
+        let mut long_gone: Vec<_> = seen.filter(|(at, _)| is_long_gone(at)).collect();
+        long_gone.sort_unstable();
+        let (left, dead) = long_gone.split_at(long_gone.partition_point(|(at, _)| *at < 0));
+        let fleet = self.fleet.get_or_insert_default();
+        for part in [left, dead] {
+            for (_, instance) in part.iter().take(FORGOTTEN_PER_CALL) {
+                self.instances.remove(instance);
+                fleet.epochs.remove(instance);
+                fleet.subscribed.remove(instance);
+            }
+        }
+        fleet.live.retain(|_, live| *live >= now - LONG_GONE);
+    }
+
     fn heard_within(&self, now: i64, within: i64) -> Vec<(Uuid, i64)> {
         let ages = self.instances.iter().map(|(&instance, &seen)| (instance, now - seen));
         let mut heard: Vec<_> = ages.filter(|&(_, age)| age <= within).collect();

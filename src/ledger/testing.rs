@@ -111,6 +111,13 @@ impl Ledger {
         }
     }
 
+    /// An instance seems to have been silent, or gone, for so much longer.
+    pub(crate) fn heard_earlier(&mut self, instance: Uuid, by: i64) {
+        if let Some(at) = self.instances.get_mut(&instance) {
+            *at -= at.signum() * by;
+        }
+    }
+
     pub(crate) fn holds(&self, set: &str, id: Uuid) -> bool {
         self.sets.get(set).is_some_and(|set| set.holds(id))
     }

@@ -54,6 +54,8 @@ on_both_stores! {
     the_lowest_claim_is_in_force
     who_leaves_takes_claim_and_waiters_along
     a_heartbeat_tells_who_was_heard_of
+    an_instance_is_forgotten_once_none_of_its_commands_can_arrive
+    who_has_left_is_told_from_the_living_after_a_loss
     a_refused_request_keeps_nothing
     a_waiting_request_keeps_its_earlier_slots
     a_grant_of_one_set_is_no_grant_of_the_next
@@ -332,6 +334,51 @@ async fn a_heartbeat_tells_who_was_heard_of(rig: Rig) {
     assert_eq!(both, ids);
     b.leave(&[]).await;
     assert_eq!(told(a.beat(&[]).await), [a.caller.instance]);
+}
+
+const HOUR: i64 = 3_600_000;
+
+async fn an_instance_is_forgotten_once_none_of_its_commands_can_arrive(rig: Rig) {
+    let (set, me) = (Arc::new(set(1)), rig.instance().await);
+    let (mut dead, mut left) = (rig.instance().await, rig.instance().await);
+    for other in [&mut dead, &mut left] {
+        other.caller.epoch = 2;
+        other.beat(&[]).await;
+    }
+    left.leave(&[]).await;
+    let heartbeat = Some(Heartbeat::default());
+    let beat = Call { heartbeat, ..Call::default() };
+    let late = Call {
+        acquires: vec![Acquire { ask: ask(&set), waited: 0, may_wait: true, again: false }],
+        ..Call::default()
+    };
+    // A recovery is over.
+    pause(10).await;
+    for other in [&mut dead, &mut left] {
+        rig.heard_earlier(other, 23 * HOUR).await;
+        me.call(&beat).await.unwrap();
+        other.caller.epoch = 1;
+        assert!(matches!(other.call(&late).await, Err(StoreError::Stale)));
+        other.caller.epoch = 2;
+        rig.heard_earlier(other, 2 * HOUR).await;
+        me.call(&beat).await.unwrap();
+        assert!(!rig.knows(other).await);
+    }
+    assert!(rig.knows(&me).await);
+    assert_eq!(me.try_acquire(&ask(&set)).await, Acquired::Granted);
+}
+
+async fn who_has_left_is_told_from_the_living_after_a_loss(rig: Rig) {
+    let (set, me, mut left) = (Arc::new(set(1)), rig.instance().await, rig.instance().await);
+    left.caller.epoch = 2;
+    left.leave(&[]).await;
+    rig.lose(&set, Part::Instances).await;
+    let heard = me.beat(&[]).await.instances;
+    assert_eq!(Vec::from_iter(heard.iter().map(|heard| heard.0)), [me.caller.instance]);
+    pause(10).await;
+    rig.heard_earlier(&left, 25 * HOUR).await;
+    me.call(&Call { heartbeat: Some(Heartbeat::default()), ..Call::default() }).await.unwrap();
+    assert!(!rig.knows(&left).await);
 }
 
 async fn a_refused_request_keeps_nothing(rig: Rig) {

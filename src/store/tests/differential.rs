@@ -69,6 +69,7 @@ async fn scripts_and_ledger_agree_on_random_operations() {
         "Shadowed",
         "RateLimited",
         "displaced",
+        "forgotten",
     ] {
         assert!(operations < 5_000 || pair.seen.contains_key(what), "never seen: {what}");
     }
@@ -173,7 +174,8 @@ impl Pair {
             24..28 => self.change_a_claim(),
             45 => self.shadow = !self.shadow,
             28..29 => self.turn_back_the_clock().await,
-            29..45 => self.look().await,
+            29..35 => self.age_an_instance().await,
+            35..45 => self.look().await,
             _ => self.operate().await,
         }
         // Most of the test's time goes into this, and what differs stays different.
@@ -277,7 +279,12 @@ impl Pair {
         }
         if let (Some(theirs), Some(heartbeat)) = (reply.heartbeat, &call.heartbeat) {
             let now = theirs.stamp.now;
+            let listed = |ledger: &Ledger| ledger.dump(&[])["instances"].len();
+            let before = listed(&self.ledger);
             let ours = self.ledger.heartbeat(now, caller, &self.run, heartbeat);
+            if listed(&self.ledger) < before {
+                self.count("forgotten");
+            }
             self.same(ours, &theirs);
             for renewed in &theirs.renewed {
                 self.count(if *renewed == Renewed::Kept { "Kept" } else { "Readded" });
@@ -460,7 +467,7 @@ impl Pair {
         Heartbeat {
             subscribed: self.rng.u32(..4) > 0,
             leaving: self.rng.u32(..60) == 0,
-            within: self.rng.i64(..20_000),
+            within: if self.rng.bool() { self.rng.i64(..100) } else { self.rng.i64(..20_000) },
             beats,
         }
     }
@@ -538,6 +545,19 @@ impl Pair {
             ahead.exec_async(&mut self.raw).await.unwrap();
         }
         self.ledger.last_seen_later(5_000);
+    }
+
+    /// It seems to have been silent, or gone, for more than a day.
+    async fn age_an_instance(&mut self) {
+        let id = self.instances[self.rng.usize(..INSTANCES)].id;
+        self.note(format!("{id} is heard of no more"));
+        let score = redis::cmd("ZSCORE").arg(&self.keys.instances).arg(id.to_string()).to_owned();
+        let at: Option<i64> = score.query_async(&mut self.raw).await.unwrap();
+        let Some(at) = at else { return };
+        let mut earlier = redis::cmd("ZINCRBY");
+        earlier.arg(&self.keys.instances).arg(-at.signum() * 90_000_000).arg(id.to_string());
+        earlier.exec_async(&mut self.raw).await.unwrap();
+        self.ledger.heard_earlier(id, 90_000_000);
     }
 
     async fn now(&mut self) -> i64 {

@@ -133,3 +133,21 @@ async fn a_silent_server_times_out() {
     let store = RedisStore::new(&at, &settings(&url), false).unwrap();
     assert!(matches!(store.open().await, Err(StoreError::Timeout)));
 }
+
+#[tokio::test]
+async fn what_is_noted_of_a_set_goes_a_day_after_its_keys() {
+    let rig = Rig::redis().await;
+    let me = rig.instance().await;
+    let fleet = format!("{}tidegate:fleet", super::server::PREFIX);
+    let (seconds, _): (i64, i64) = rig.raw(&["TIME"]).await;
+    for (set, hours) in [("old", 25), ("new", 23)] {
+        let live = ((seconds - hours * 3_600) * 1_000).to_string();
+        let _: u32 = rig.raw(&["HSET", &fleet, &format!("live:{set}"), &live]).await;
+    }
+    pause(10).await;
+    let beat = Call { heartbeat: Some(Heartbeat::default()), ..Call::default() };
+    while rig.raw::<bool>(&["HEXISTS", &fleet, "live:old"]).await {
+        me.call(&beat).await.unwrap();
+    }
+    assert!(rig.raw::<bool>(&["HEXISTS", &fleet, "live:new"]).await);
+}

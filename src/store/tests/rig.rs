@@ -124,6 +124,34 @@ impl Rig {
         assert_eq!(self.raw::<u32>(&["DEL", key]).await, 1, "there was no {part:?}");
     }
 
+    /// An instance seems to have been silent, or gone, for so much longer.
+    pub(super) async fn heard_earlier(&self, instance: &Instance, by: i64) {
+        let id = instance.caller.instance;
+        if let Back::Memory(store) = &self.back {
+            return store.ledger().heard_earlier(id, by);
+        }
+        let (key, id) = (Keys::new(&self.prefix).instances, id.to_string());
+        let at: i64 = self.raw(&["ZSCORE", &key, &id]).await;
+        let by = (-by * at.signum()).to_string();
+        let _: f64 = self.raw(&["ZINCRBY", &key, &by, &id]).await;
+    }
+
+    /// Whether anything is known of an instance.
+    pub(super) async fn knows(&self, instance: &Instance) -> bool {
+        let id = instance.caller.instance.to_string();
+        if let Back::Memory(store) = &self.back {
+            let dump = store.ledger().dump(&[]);
+            return dump
+                .values()
+                .flat_map(|fields| fields.keys())
+                .any(|field| field.ends_with(&id));
+        }
+        let keys = Keys::new(&self.prefix);
+        let fields: Vec<String> = self.raw(&["HKEYS", &keys.fleet]).await;
+        let listed: Vec<String> = self.raw(&["ZRANGE", &keys.instances, "0", "-1"]).await;
+        fields.iter().chain(&listed).any(|field| field.ends_with(&id))
+    }
+
     /// A program that isn't Tidegate takes a slot.
     pub(super) async fn plain_add(&self, set: &SetSpec, id: Uuid) {
         if let Back::Memory(store) = &self.back {
