@@ -131,6 +131,10 @@ pub struct Sentinels {
     pub addrs: Vec<(String, u16)>,
     /// What they call the primary.
     pub name: String,
+    /// As whom they are asked, if not by anybody.
+    pub user: Option<String>,
+    /// And by which password.
+    pub password: Option<Secret>,
 }
 
 /// `store.tls`, as the texts of the files that it names.

@@ -151,6 +151,8 @@ pub(super) struct FileStore {
     pub(super) when_down: Option<Spanned<String>>,
     pub(super) prefix: Option<Spanned<String>>,
     pub(super) digest_key: Option<Spanned<String>>,
+    pub(super) sentinel_user: Option<Spanned<String>>,
+    pub(super) sentinel_password: Option<Spanned<String>>,
 }
 
 #[derive(Debug, Default, Deserialize)]

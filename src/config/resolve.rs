@@ -12,7 +12,8 @@ use http::uri::Scheme;
 use toml::Spanned;
 
 use super::{
-    Admin, Config, HostPattern, Limit, OnLeaseLost, Route, Server, Step, Store, StoreTls, Upstream,
+    Admin, Config, HostPattern, Limit, OnLeaseLost, Route, Server, Step, Store, StoreKind,
+    StoreTls, Upstream,
     error::Problem,
     file::{
         FileAdmin, FileConfig, FileDuration, FileLimit, FileRoute, FileServer, FileStore,
@@ -123,7 +124,8 @@ fn admin(file: &FileAdmin) -> Found<Admin> {
 fn store(file: &FileStore) -> Found<Store> {
     let prefix = text(&file.prefix, "");
     or_text(&file.prefix, "", rules::prefix)?;
-    let kind = or_text(&file.url, "memory:", rules::store_kind)?;
+    let mut kind = or_text(&file.url, "memory:", rules::store_kind)?;
+    sentinel_login(file, &mut kind)?;
     let tls = match &file.tls {
         Some(tls) => {
             rules::is_encrypted(&kind).at(tls.span())?;
@@ -139,6 +141,21 @@ fn store(file: &FileStore) -> Found<Store> {
         when_down: or_text(&file.when_down, "local-share", rules::when_down)?,
         digest_key: optional(&file.digest_key, rules::secret)?,
     })
+}
+
+fn sentinel_login(file: &FileStore, kind: &mut StoreKind) -> Found<()> {
+    if let Some(password) = &file.sentinel_password {
+        let sentinels = rules::sentinels_of(kind).at(password.span())?;
+        sentinels.password = optional(&file.sentinel_password, rules::secret)?;
+    }
+    if let Some(user) = &file.sentinel_user {
+        if file.sentinel_password.is_none() {
+            return Err("needs a sentinel_password".to_owned()).at(user.span());
+        }
+        let sentinels = rules::sentinels_of(kind).at(user.span())?;
+        sentinels.user = optional(&file.sentinel_user, rules::secret)?.map(|user| user.0);
+    }
+    Ok(())
 }
 
 fn store_tls(table: &Spanned<FileStoreTls>) -> Found<StoreTls> {

@@ -212,8 +212,17 @@ fn sentinels(rest: &str, scheme: &str) -> Option<RedisAt> {
     let at = if login.is_empty() { "" } else { "@" };
     let url = redis_url(format!("{scheme}://{login}{at}{}", hosts.split(',').next()?))?;
     self::name(name).ok()?;
-    let sentinels = Some(Sentinels { addrs, name: name.to_owned() });
+    let name = name.to_owned();
+    let sentinels = Some(Sentinels { addrs, name, user: None, password: None });
     Some(RedisAt { url, sentinels })
+}
+
+/// Sentinels are asked with a password of their own only where there are any.
+pub(super) fn sentinels_of(kind: &mut StoreKind) -> Rule<&mut Sentinels> {
+    match kind {
+        StoreKind::Redis(RedisAt { sentinels: Some(sentinels), .. }) => Ok(sentinels),
+        _ => Err("needs a url that begins with redis+sentinel:// or rediss+sentinel://".to_owned()),
+    }
 }
 
 /// Certificates mean something only where the connection is encrypted.

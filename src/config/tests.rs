@@ -116,7 +116,7 @@ const BAD_HEADS: &[(&str, &str)] = &[
     ("[store]\nurl = \"redis://host:port\"", "2:7: store.url: must be a Redis URL"),
     (
         "[store]\nfailover = \"open\"",
-        "2:1: store.failover: unknown key, expected one of url, tls, op_timeout, when_down, prefix, digest_key",
+        "2:1: store.failover: unknown key, expected one of url, tls, op_timeout, when_down, prefix, digest_key, sentinel_user, sentinel_password",
     ),
     ("[store]\nprefix = \"a b\"", "2:10: store.prefix: must be at most 128 printable"),
     (
@@ -530,6 +530,7 @@ fn a_password_is_never_shown() {
         "[store]\nurl = \"redis://:hunter2@${NONE}\"",
         "[store]\nurll = \"hunter2\"",
         "[store]\npassword = \"hunter2\"",
+        "[store]\nsentinel_password = \"hunter2\"",
         "[store]\ndigest_key = \"hunter2 \"",
         "[store]\ndigest_key = \"hunter2\"\nprefix = 1",
         "[admin]\ntoken = \"hunter2 \"",
@@ -547,7 +548,7 @@ fn a_password_is_never_shown() {
         let error = parse(&format!("{text}\n{REST}")).unwrap_err();
         assert!(!format!("{error} {error:?}").contains("hunter2"), "{error}");
     }
-    let secrets = "store.url = \"redis://:hunter2@host\"\nstore.digest_key = \"hunter2\"\nadmin.token = \"hunter2\"";
+    let secrets = "store.url = \"redis+sentinel://:hunter2@host/main\"\nstore.sentinel_password = \"hunter2\"\nstore.digest_key = \"hunter2\"\nadmin.token = \"hunter2\"";
     let config = parse(&format!("{secrets}\n{REST}")).unwrap();
     assert_eq!(config.store.digest_key, Some(Secret("hunter2".to_owned())));
     assert!(!format!("{config:?}").contains("hunter2"));

@@ -143,6 +143,36 @@ async fn a_primary_that_sentinels_have_dropped_is_dropped_although_it_still_answ
 }
 
 #[tokio::test]
+async fn sentinels_are_asked_with_their_own_password() {
+    let (upstream, redis) =
+        (Upstream::spawn().await, Redis::spawn_with(&["--requirepass", "counts"]).await);
+    let sentinels = Sentinels::spawn(1, &redis).await;
+    let user = "ACL SETUSER proxy on >hunter2 +sentinel +ping";
+    for words in [user, "ACL SETUSER default resetpass >hunter3"] {
+        sentinels.cli::<()>(0, &Vec::from_iter(words.split(' '))).await.unwrap();
+    }
+    assert!(sentinels.cli::<String>(0, &["PING"]).await.is_err());
+    let url = sentinels.url().replace("://", "://:counts@");
+    let conf = || one_limit(&upstream, 2).store_url(url.clone());
+    let own = conf().store("sentinel_user = \"proxy\"\nsentinel_password = \"${ASK}\"");
+    let (asks, knows) = ([("ASK", "hunter2")], conf().store("sentinel_password = \"hunter3\""));
+    let (a, b) = tokio::join!(Proxy::spawn_with(&own, &asks), Proxy::spawn(&knows));
+    for proxy in [&a, &b] {
+        assert_eq!(Client::new().get(proxy.addr(), "/status/200").await.status, 200);
+        assert!(!proxy.log().contains("hunter"), "{}", proxy.log());
+    }
+    drop(redis);
+
+    // Whoever asks without doesn't start.
+    let text = conf().text(unused_addr(), unused_addr());
+    let (_dir, file) = crate::harness::config_file(&text);
+    let ended = run_to_end(&["run", "--config", file.to_str().unwrap()]).await;
+    let said = String::from_utf8_lossy(&ended.stderr);
+    assert_eq!(ended.status.code(), Some(1), "{said}");
+    assert!(said.contains("NOAUTH"), "{said}");
+}
+
+#[tokio::test]
 async fn a_server_that_will_not_do_ends_the_start_with_the_reason() {
     let cluster = Redis::spawn_with(&["--cluster-enabled", "yes"]).await;
     let locked = Redis::spawn_with(&["--requirepass", "right"]).await;

@@ -11,8 +11,9 @@ use deadpool_redis::{
     Manager, Pool, Runtime,
     redis::{
         AsyncConnectionConfig, Client, ClientTlsConfig, ConnectionAddr, ConnectionInfo,
-        IntoConnectionInfo, Pipeline, RedisConnectionInfo, RedisError, TlsCertificates,
+        IntoConnectionInfo, RedisConnectionInfo, RedisError, TlsCertificates,
         aio::MultiplexedConnection,
+        cmd,
         io::tcp::{TcpSettings, socket2::TcpKeepalive},
     },
 };
@@ -185,7 +186,14 @@ impl Oracle {
         op_timeout: Duration,
     ) -> Result<Self, RedisError> {
         // User and password are those of the servers. Sentinels have their own, or none.
-        let info = info.clone().set_redis_settings(RedisConnectionInfo::default());
+        let mut login = RedisConnectionInfo::default();
+        if let Some(user) = &sentinels.user {
+            login = login.set_username(user);
+        }
+        if let Some(password) = &sentinels.password {
+            login = login.set_password(&password.0);
+        }
+        let info = info.clone().set_redis_settings(login);
         let all = sentinels.addrs.iter().map(|(host, port)| {
             let client = Client::open(at(&info, host.clone(), *port))?;
             let (config, connection) = (connection_config(op_timeout), Default::default());
@@ -202,11 +210,15 @@ impl Oracle {
         if let Some((_, addr)) = known.max_by_key(|(epoch, _)| *epoch) {
             return Ok(addr.clone());
         }
-        let why = answers
-            .into_iter()
-            .find_map(Result::err)
-            .map_or_else(String::new, |error| error.to_string());
-        Err(StoreError::Unavailable(format!("no Sentinel knows {}: {why}", self.name)))
+        let mut errors: Vec<_> = answers.into_iter().filter_map(Result::err).collect();
+        // One that refuses the user tells more than one that doesn't answer.
+        errors.sort_by_key(|error| !matches!(error, StoreError::Unfit(_)));
+        Err(match errors.swap_remove(0) {
+            StoreError::Unfit(why) => {
+                StoreError::Unfit(format!("a Sentinel refuses to be asked: {why}"))
+            }
+            error => StoreError::Unavailable(format!("no Sentinel knows {}: {error}", self.name)),
+        })
     }
 }
 
@@ -218,12 +230,11 @@ impl Sentinel {
             Some(connection) => connection,
             None => self.client.get_multiplexed_async_connection_with_config(&self.config).await?,
         };
-        let mut pipeline = Pipeline::new();
-        // While a failover goes on only the first of these knows its outcome.
-        pipeline.cmd("SENTINEL").arg("GET-MASTER-ADDR-BY-NAME").arg(name);
-        pipeline.cmd("SENTINEL").arg("MASTER").arg(name);
-        let (addr, facts): ((String, u16), HashMap<String, String>) =
-            pipeline.query_async(&mut connection).await?;
+        // While a failover goes on only the first of these knows its outcome. An error of a pipeline wouldn't say which.
+        let asks = ["GET-MASTER-ADDR-BY-NAME", "MASTER"]
+            .map(|what| cmd("SENTINEL").arg(what).arg(name).to_owned());
+        let addr = asks[0].query_async(&mut connection).await?;
+        let facts: HashMap<String, String> = asks[1].query_async(&mut connection).await?;
         *kept = Some(connection);
         let epoch = facts.get("config-epoch").and_then(|epoch| epoch.parse().ok());
         Ok((epoch.unwrap_or_default(), addr))
