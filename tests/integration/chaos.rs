@@ -18,7 +18,8 @@ use tokio::{
 };
 
 use crate::harness::{
-    Client, Conf, Proxy, Redis, Relay, Sentinels, Upstream, eventually, one_limit, run_to_end,
+    Client, Conf, Proxy, Redis, Relay, Replicated, Sentinels, Upstream, eventually, one_limit,
+    run_to_end,
 };
 
 const SLOTS: usize = 6;
@@ -413,12 +414,48 @@ async fn failover(lease: &'static str, rows: &mut Vec<Row>) {
     fleet.end().await;
 }
 
+/// The replica hears nothing more, grants go on, the primary dies, and the replica takes over with its older memory.
+async fn lossy_failover(lease: &'static str, rows: &mut Vec<Row>) {
+    let (upstream, mut redis) = (Upstream::spawn().await, Replicated::spawn().await);
+    let strict = "recovery = \"strict\"\non_lease_lost = \"cut\"";
+    let conf = one_limit(&upstream, SLOTS as u32).lease(lease).limit(strict);
+    let conf = conf.store_url(redis.url());
+    let mut proxies = Vec::new();
+    for _ in 0..INSTANCES {
+        proxies.push(Proxy::spawn(&conf).await);
+    }
+    let primary = std::mem::replace(&mut redis.primary, Redis::spawn().await);
+    let mut fleet = Fleet::under_load(upstream, primary, vec![], proxies, conf, lease).await;
+    let row = fleet.suffer(
+        "failover under strict: the replica lacks the last second",
+        SLOTS,
+        async |fleet: &mut Fleet| {
+            redis.cut_off();
+            sleep(Duration::from_secs(1)).await;
+            fleet.redis.kill9().await;
+            redis.promote().await;
+            std::mem::swap(&mut fleet.redis, &mut redis.replica);
+            Allowed::default()
+        },
+    );
+    rows.push(row.await);
+    fleet.end().await;
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn what_is_promised_holds_under_faults() {
     println!("{HEAD}");
     let (mut fleet, mut rows) = (Fleet::start("2s").await, Vec::new());
     short_faults(&mut fleet, &mut rows).await;
     fleet.end().await;
+    check(&rows);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn writes_that_a_failover_loses_pass_no_limit_under_strict() {
+    println!("{HEAD}");
+    let mut rows = Vec::new();
+    lossy_failover("4s", &mut rows).await;
     check(&rows);
 }
 
@@ -431,5 +468,6 @@ async fn the_table_of_faults() {
     long_faults(&mut fleet, &mut rows).await;
     fleet.end().await;
     failover("4s", &mut rows).await;
+    lossy_failover("4s", &mut rows).await;
     check(&rows);
 }

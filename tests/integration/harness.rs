@@ -11,6 +11,7 @@ mod client;
 mod proxy;
 mod redis;
 mod relay;
+mod replicated;
 mod self_test;
 mod upstream;
 
@@ -18,6 +19,7 @@ pub(crate) use client::{Answer, Client, H2, Raw, get};
 pub(crate) use proxy::{Conf, Proxy, Reload, config_file, one_limit, run_to_end};
 pub(crate) use redis::{Redis, Sentinels};
 pub(crate) use relay::Relay;
+pub(crate) use replicated::Replicated;
 pub(crate) use upstream::Upstream;
 
 /// How long anything may take before its test fails. Generous: it is a bound on a hang, not a measurement.

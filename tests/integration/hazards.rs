@@ -13,6 +13,8 @@
 //! | 10 an instance dies | [`h10_the_slots_of_a_killed_instance_come_back_with_its_leases_and_no_sooner`], `crash` |
 //! | 11 an instance freezes | `away::h11_an_instance_that_was_frozen_…`, `crash::a_late_release_…` |
 //! | 14 scripts flushed | `store_faults::scripts_flushed_under_load_fail_no_request`, `store/tests/over_redis::the_next_link_loads_…` |
+//! | 17 failover with lost writes | [`failover::h17_a_failover_that_loses_the_latest_grants_passes_no_limit_under_strict`], `chaos` |
+//! | 18 split brain | [`failover::h18_an_instance_on_the_losing_side_of_a_split_serves_nobody`] |
 //! | 19 Redis unreachable | `away::h19_…`, `away` (frozen, killed, cut off; closed, local-share, open) |
 //! | 22 another limit | [`h22_a_limit_goes_from_five_to_two_to_eight_under_load`], `limit_change` |
 //! | 23 wake-up | [`h23_a_release_wakes_one_waiter_and_nobody_polls`] |
@@ -40,6 +42,7 @@ use crate::harness::{
 };
 
 mod bugs;
+mod failover;
 mod full;
 
 #[tokio::test]
