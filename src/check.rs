@@ -87,11 +87,12 @@ fn describe(route: &Route, config: &Config) -> String {
             .join(", then "),
     };
     let upstream = &config.upstreams[route.upstream];
+    let endpoints: Vec<_> = upstream.endpoints.iter().map(ToString::to_string).collect();
     let mut text = format!(
-        "  {host} {path}  {methods}  -> {name} {endpoint}  limits: {limits}",
+        "  {host} {path}  {methods}  -> {name} {endpoints}  limits: {limits}",
         path = route.path,
         name = upstream.name,
-        endpoint = upstream.endpoint,
+        endpoints = endpoints.join(", "),
     );
     for detail in details(route, config) {
         text += "\n    ";

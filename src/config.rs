@@ -232,8 +232,13 @@ pub enum OnLeaseLost {
 pub struct Upstream {
     /// The name in the file.
     pub name: Arc<str>,
-    /// `http://` or `https://`, an authority, and perhaps a base path that goes in front of the request's.
-    pub endpoint: Uri,
+    /// At least one: `http://` or `https://`, an authority, and perhaps a base path that goes in front of the request's. Scheme and
+    /// base path are the same in all of them, the authority in none.
+    pub endpoints: Vec<Uri>,
+    /// How often the names among them are looked up.
+    pub resolve_interval: Duration,
+    /// How long a connection may be used for new requests.
+    pub max_connection_age: Duration,
     /// Indices into [`Config::limits`]: they apply on every way that leads here.
     pub limits: Vec<usize>,
     /// Bound on TCP and TLS together.

@@ -16,7 +16,7 @@ use std::{
 };
 
 use bytes::Bytes;
-use http::{Request, Response};
+use http::Response;
 use http_body::{Body, Frame};
 use hyper::body::Incoming;
 use tokio::{runtime::Handle, time::Instant};
@@ -28,8 +28,8 @@ use crate::{
     leases::Guard,
     reason::Reason,
     registry::Registry,
-    upload::{Outgoing, Upload},
-    upstream::{Cause, Link, SendError, Sent, Upstream, UpstreamConn},
+    upload::Upload,
+    upstream::{Cause, Line, Open, Sent, Spare, Unanswered, Upstream},
 };
 
 mod owner;
@@ -66,9 +66,8 @@ pub(crate) struct Exchange {
 #[derive(Debug)]
 pub(crate) struct Failure {
     pub(crate) reason: Reason,
-    /// The request, if it may be sent once more: its connection was an old one and may have been
-    /// closed before the request came to it.
-    pub(crate) spare: Option<Box<Request<Outgoing>>>,
+    /// The request, if it may be sent once more.
+    pub(crate) spare: Option<Box<Spare>>,
 }
 
 /// Why a response body ended early.
@@ -108,11 +107,11 @@ struct Given {
 #[derive(Debug)]
 enum Phase {
     /// Nothing is under way: before the first try, or after a failed one.
-    Idle(Held, Option<Arc<UpstreamConn>>),
+    Idle(Held, Option<Open>),
     Head(Held, Sent),
-    Body(Held, Incoming, Link),
+    Body(Held, Incoming, Line),
     /// The connection speaks another protocol now.
-    Tunnel(Held, Link),
+    Tunnel(Held, Line),
     Over(Option<Reason>),
 }
 
@@ -199,12 +198,12 @@ impl Exchange {
                 unreachable!("polled after the end")
             }
         };
-        let answer = ready!(sent.poll(&self.upstream.pool, cx));
-        let Phase::Head(held, _) = state.close(None) else { unreachable!("looked at above") };
-        Poll::Ready(match answer {
-            Ok((response, link)) => Ok(state.begin_body(held, response, link)),
-            Err(SendError { cause, conn, spare }) => {
-                state.phase = Phase::Idle(held, conn);
+        let answer = ready!(sent.poll(cx));
+        let Phase::Head(held, sent) = state.close(None) else { unreachable!("looked at above") };
+        Poll::Ready(match self.upstream.settle(sent, answer) {
+            Ok((response, line)) => Ok(state.begin_body(held, response, line)),
+            Err(Unanswered { cause, open, spare }) => {
+                state.phase = Phase::Idle(held, open);
                 Err(Failure { reason: self.blame(&cause), spare })
             }
         })
@@ -270,7 +269,7 @@ impl Exchange {
     /// The response is complete: the slot is free at once.
     fn complete(&self, phase: Phase) {
         self.registry.remove(self.holder);
-        let Phase::Body(held, body, link) = phase else {
+        let Phase::Body(held, body, line) = phase else {
             return;
         };
         drop(body);
@@ -278,9 +277,9 @@ impl Exchange {
             // An upload that nobody waits for would keep the connection, and the client busy.
             Some(upload) if !upload.is_sent() => {
                 upload.stop();
-                link.conn.abort();
+                line.open().close();
             }
-            _ => self.upstream.pool.put(link),
+            _ => line.put(),
         }
         // Last, so that whoever gets the slot finds the connection.
         drop(held);
@@ -292,23 +291,20 @@ impl Exchange {
         if let Some(upload) = &self.upload {
             upload.stop();
         }
-        let (held, conn) = match phase {
-            Phase::Idle(held, conn) => (held, conn),
-            Phase::Body(held, _, link) | Phase::Tunnel(held, link) => (held, Some(link.conn)),
-            Phase::Head(held, sent) => {
-                // Not polled any more, so no byte goes out between this look and the drop.
-                let conn = sent.connection();
-                (held, conn)
-            }
+        let (held, open) = match phase {
+            Phase::Idle(held, open) => (held, open),
+            Phase::Body(held, _, line) | Phase::Tunnel(held, line) => (held, Some(line.open())),
+            // Not polled any more, so no byte goes out between this look and the drop.
+            Phase::Head(held, sent) => (held, sent.open()),
             Phase::Over(_) => return,
         };
-        let Some(conn) = conn else {
+        let Some(open) = open else {
             return;
         };
-        conn.abort();
+        open.close();
         let linger = self.upstream.linger;
         self.runtime.spawn(async move {
-            conn.closed().await;
+            open.closed().await;
             tokio::time::sleep(linger).await;
             drop(held);
         });
@@ -327,12 +323,12 @@ impl State {
         std::mem::replace(&mut self.phase, Phase::Over(reason))
     }
 
-    fn begin_body(&mut self, held: Held, response: Response<Incoming>, link: Link) -> Response<()> {
+    fn begin_body(&mut self, held: Held, response: Response<Incoming>, line: Line) -> Response<()> {
         let (head, body) = response.into_parts();
-        link.conn.answered();
+        line.answered();
         self.is_waiting = false;
         self.waiting_since = None;
-        self.phase = Phase::Body(held, body, link);
+        self.phase = Phase::Body(held, body, line);
         Response::from_parts(head, ())
     }
 
@@ -374,6 +370,10 @@ impl Given {
 }
 
 impl Failure {
+    fn no_endpoint() -> Self {
+        Self::cut(Reason::UpstreamConnect)
+    }
+
     fn cut(reason: Reason) -> Self {
         Self { reason, spare: None }
     }

@@ -33,7 +33,7 @@ use crate::{
     told::Told,
     tunnel::{self, Consent, Wish},
     upload::{self, Outgoing, Upload},
-    upstream::{Attempt, Upstream},
+    upstream::Upstream,
 };
 
 pub use crate::body::ResponseBody;
@@ -482,9 +482,9 @@ impl Proxy {
         let idle = call.upstream.tunnel_timeout;
         let (upstream, runtime) = (call.upstream, self.runtime.clone());
         let owner = Owner::new(held, upstream, upload, call.patience, registry, runtime);
-        let mut answer = owner.send(call.request, Attempt::First, started).await;
+        let mut answer = owner.send(call.request, started).await;
         if let Err(Failure { spare: Some(spare), .. }) = answer {
-            answer = owner.send(*spare, Attempt::Second, Instant::now()).await;
+            answer = owner.send_again(*spare).await;
         }
         let took = started.elapsed();
         match answer {

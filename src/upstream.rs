@@ -1,11 +1,13 @@
-//! One upstream: where it is, how to call it, and its pool of connections.
+//! One upstream: where it is, how to call it, and which of its endpoints to.
 
 use std::{sync::Arc, time::Duration};
 
 use http::{
-    HeaderValue, Request, Uri,
+    HeaderValue, Request, Response, Uri,
+    header::HOST,
     uri::{InvalidUri, PathAndQuery},
 };
+use hyper::body::Incoming;
 use tokio::time::Instant;
 
 use crate::{
@@ -14,18 +16,24 @@ use crate::{
 };
 
 mod connect;
+mod endpoints;
+mod line;
 mod pool;
+mod resolve;
 mod tls;
 
-pub(crate) use connect::UpstreamConn;
-pub(crate) use pool::{Cause, Link, Pool, SendError, Sent};
+pub(crate) use endpoints::Busy;
+pub(crate) use line::{Line, Open, Sent, Spare, Unanswered};
+pub(crate) use pool::Cause;
 
-use connect::Connector;
+use connect::UpstreamConn;
+use endpoints::Endpoints;
+use pool::{Link, Pool, SendError};
 
 /// An upstream, ready to be called.
 #[derive(Debug)]
 pub(crate) struct Upstream {
-    pub(crate) pool: Arc<Pool>,
+    endpoints: Arc<Endpoints>,
     /// Goes in front of the request's path; never ends with a slash.
     base: String,
     /// What the upstream sees as Host, unless the client's is kept.
@@ -38,21 +46,11 @@ pub(crate) struct Upstream {
     pub(crate) set_headers: HeaderRules,
 }
 
-/// Which connection a request may take.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Attempt {
-    /// One from the pool, if there is one.
-    First,
-    /// A new one.
-    Second,
-}
-
 impl Upstream {
     /// Must be called inside the runtime on which its connections will live.
     pub(crate) fn new(config: &config::Upstream) -> Self {
-        let endpoint = &config.endpoint;
-        let authority = endpoint.authority().expect("an endpoint has an authority");
-        let host = HeaderValue::from_str(authority.as_str()).expect("an authority is ASCII");
+        let first = &config.endpoints[0];
+        let host = endpoints::authority(first);
         if config.tls.insecure {
             tracing::warn!(
                 upstream = &*config.name,
@@ -60,12 +58,8 @@ impl Upstream {
             );
         }
         Self {
-            pool: Pool::start(Connector::new(
-                endpoint.clone(),
-                config.connect_timeout,
-                &config.tls,
-            )),
-            base: endpoint.path().trim_end_matches('/').to_owned(),
+            endpoints: Endpoints::start(config),
+            base: first.path().trim_end_matches('/').to_owned(),
             host: (config.host == HostHeader::Upstream).then_some(host),
             response_timeout: config.response_timeout,
             idle_timeout: config.idle_timeout,
@@ -91,12 +85,54 @@ impl Upstream {
         Ok(PathAndQuery::try_from(format!("{}{target}", self.base))?.into())
     }
 
-    /// Starts a request.
-    pub(crate) fn send(&self, request: Request<Outgoing>, attempt: Attempt, now: Instant) -> Sent {
-        match attempt {
-            Attempt::First => self.pool.send(request, now),
-            Attempt::Second => self.pool.send_afresh(request),
+    /// The endpoint for the next request; none if its name can't be looked up.
+    pub(crate) async fn choose(&self) -> Option<Busy> {
+        match self.endpoints.choose() {
+            Some(busy) => Some(busy),
+            None => self.endpoints.first().await,
         }
+    }
+
+    /// Starts a request.
+    pub(crate) fn send(&self, busy: Busy, mut request: Request<Outgoing>, now: Instant) -> Sent {
+        self.name_host(&busy, &mut request);
+        Sent::new(busy, request, now)
+    }
+
+    /// Starts a request once more.
+    pub(crate) fn send_again(&self, spare: Spare) -> Sent {
+        let Spare { busy, mut request } = spare;
+        self.name_host(&busy, &mut request);
+        Sent::afresh(busy, request)
+    }
+
+    fn name_host(&self, busy: &Busy, request: &mut Request<Outgoing>) {
+        if let Some(host) = self.endpoints.host(busy) {
+            request.headers_mut().insert(HOST, host.clone());
+        }
+    }
+
+    /// What comes of a request that was answered, or not. It may be sent again to another endpoint if this one couldn't be reached,
+    /// and anywhere if its connection was an old one, as far as it does no harm.
+    pub(crate) fn settle(
+        &self,
+        sent: Sent,
+        answer: Result<(Response<Incoming>, Link), SendError>,
+    ) -> Result<(Response<Incoming>, Line), Unanswered> {
+        let busy = sent.busy();
+        let SendError { cause, conn, spare } = match answer {
+            Ok((response, link)) => return Ok((response, Line::new(busy, link))),
+            Err(error) => error,
+        };
+        let spare = spare.and_then(|request| {
+            let other = self.endpoints.choose_other(&busy);
+            let busy = match cause {
+                Cause::Connect(_) => other?,
+                Cause::Broken(_) => other.unwrap_or_else(|| busy.again()),
+            };
+            Some(Box::new(Spare { busy, request: *request }))
+        });
+        Err(Unanswered { cause, open: conn.map(|conn| Open::new(busy, conn)), spare })
     }
 }
 
@@ -107,7 +143,9 @@ pub(crate) mod tests {
     pub(crate) fn config(endpoint: &str) -> config::Upstream {
         config::Upstream {
             name: Arc::from("up"),
-            endpoint: endpoint.parse().unwrap(),
+            endpoints: vec![endpoint.parse().unwrap()],
+            resolve_interval: Duration::from_secs(30),
+            max_connection_age: Duration::from_secs(300),
             limits: Vec::new(),
             connect_timeout: Duration::from_secs(3),
             response_timeout: Duration::from_secs(60),

@@ -192,6 +192,8 @@ pub(super) struct FileLimit {
 #[serde(deny_unknown_fields, expecting = "a table")]
 pub(super) struct FileUpstream {
     pub(super) endpoints: Option<Spanned<Vec<Spanned<String>>>>,
+    pub(super) resolve_interval: Option<Spanned<FileDuration>>,
+    pub(super) max_connection_age: Option<Spanned<FileDuration>>,
     pub(super) limits: Option<Vec<Spanned<String>>>,
     pub(super) connect_timeout: Option<Spanned<FileDuration>>,
     pub(super) response_timeout: Option<Spanned<FileDuration>>,

@@ -76,8 +76,8 @@ impl Config {
             AdminListen::Off => None,
             AdminListen::At(listen) => {
                 rules::apart(self.server.listen, listen).map_err(flag("--admin-listen"))?;
-                for upstream in &self.upstreams {
-                    rules::not_admin(&upstream.endpoint, listen).map_err(flag("--admin-listen"))?;
+                for endpoint in self.upstreams.iter().flat_map(|upstream| &upstream.endpoints) {
+                    rules::not_admin(endpoint, listen).map_err(flag("--admin-listen"))?;
                 }
                 Some(Admin { listen, token: self.admin.and_then(|admin| admin.token) })
             }

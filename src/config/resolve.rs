@@ -22,6 +22,7 @@ use super::{
     rules,
 };
 
+mod endpoints;
 mod headers;
 mod policy;
 mod tls;
@@ -226,16 +227,14 @@ fn upstream(
 ) -> Found<Upstream> {
     rules::name(name.get_ref()).at(name.span())?;
     let endpoints = required(name.span(), &file.endpoints, "endpoints")?;
-    let [endpoint] = endpoints.get_ref().as_slice() else {
-        let rule = "must hold exactly one endpoint: several aren't supported yet";
-        return Err(Problem::new(endpoints.span(), rule));
-    };
-    let uri = rules::endpoint(endpoint.get_ref()).at(endpoint.span())?;
-    rules::not_admin(&uri, admin.listen).at(endpoint.span())?;
+    let endpoints = endpoints::endpoints(endpoints, admin.listen)?;
+    let is_https = endpoints[0].scheme() == Some(&Scheme::HTTPS);
     Ok(Upstream {
         name: Arc::from(name.get_ref().as_str()),
-        tls: tls::upstream(&file.tls, uri.scheme() == Some(&Scheme::HTTPS), folder)?,
-        endpoint: uri,
+        tls: tls::upstream(&file.tls, is_https, folder)?,
+        endpoints,
+        resolve_interval: positive(&file.resolve_interval, 30_000)?,
+        max_connection_age: positive(&file.max_connection_age, 5 * 60_000)?,
         limits: references(&file.limits, limits, "limit")?,
         connect_timeout: positive(&file.connect_timeout, 3_000)?,
         response_timeout: positive(&file.response_timeout, silence)?,

@@ -286,6 +286,21 @@ pub(super) fn endpoint(text: &str) -> Rule<Uri> {
     Ok(uri)
 }
 
+/// A request must mean the same at each endpoint of an upstream, and each counts once.
+pub(super) fn fits_in(endpoint: &Uri, others: &[Uri]) -> Rule<()> {
+    let Some(first) = others.first() else {
+        return Ok(());
+    };
+    let base = |uri: &Uri| uri.path().trim_end_matches('/').to_owned();
+    if endpoint.scheme() != first.scheme() || base(endpoint) != base(first) {
+        return Err("must have the same scheme and path as the first endpoint".to_owned());
+    }
+    if others.iter().any(|other| other.authority() == endpoint.authority()) {
+        return Err("is listed twice".to_owned());
+    }
+    Ok(())
+}
+
 pub(super) fn host_pattern(text: &str) -> Rule<HostPattern> {
     let host = text.to_ascii_lowercase();
     if host == "*" {

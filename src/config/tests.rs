@@ -160,13 +160,22 @@ const BAD_HEADS: &[(&str, &str)] = &[
     ("[limits.\"a b\"]\nslots = 5", "1:9: limits.a b: a name must be 1 to 128"),
     ("[limits.a]\nslots = 5\n[limits.a]\nslots = 6", "3:9: duplicate key"),
     ("[upstreams.a]", "1:12: upstreams.a.endpoints: must be given"),
+    ("[upstreams.a]\nendpoints = []", "2:13: upstreams.a.endpoints: must hold 1 to 256 endpoints"),
     (
-        "[upstreams.a]\nendpoints = []",
-        "2:13: upstreams.a.endpoints: must hold exactly one endpoint",
+        "[upstreams.a]\nendpoints = [\"http://a\", \"https://b\"]",
+        "2:26: upstreams.a.endpoints[1]: must have the same scheme and path",
     ),
     (
-        "[upstreams.a]\nendpoints = [\"http://a\", \"http://b\"]",
-        "2:13: upstreams.a.endpoints: must hold exactly one endpoint: several",
+        "[upstreams.a]\nendpoints = [\"http://a/x\", \"http://b/y\"]",
+        "2:28: upstreams.a.endpoints[1]: must have the same scheme and path",
+    ),
+    (
+        "[upstreams.a]\nendpoints = [\"http://a\", \"http://A/\"]",
+        "2:26: upstreams.a.endpoints[1]: is listed twice",
+    ),
+    (
+        "[upstreams.a]\nendpoints = [\"http://a\"]\nresolve_interval = \"0s\"",
+        "3:20: upstreams.a.resolve_interval: must be at least 1ms",
     ),
     (
         "[upstreams.a]\nendpoints = [\"a:80\"]",
@@ -398,7 +407,7 @@ fn everything_has_a_default() {
     assert_eq!(limit.on_lease_lost, OnLeaseLost::Keep);
     assert_eq!(config.store.when_down, WhenDown::LocalShare);
     let upstream = &config.upstreams[0];
-    assert_eq!(upstream.endpoint, "http://127.0.0.1:3000/");
+    assert_eq!(upstream.endpoints[0], "http://127.0.0.1:3000/");
     assert_eq!(upstream.connect_timeout, Duration::from_secs(3));
     assert_eq!(upstream.response_timeout, Duration::from_secs(60));
     assert_eq!(upstream.idle_timeout, Duration::from_secs(60));
@@ -481,7 +490,7 @@ fn every_key_is_read() {
     assert_eq!(config.limits[0].on_lease_lost, OnLeaseLost::Cut);
     assert_eq!(config.store.when_down, WhenDown::Open);
     assert_eq!(config.limits[0].queue.timeout, Duration::from_secs(300));
-    assert_eq!(config.upstreams[0].endpoint, "https://host:3100/base");
+    assert_eq!(config.upstreams[0].endpoints[0], "https://host:3100/base");
     assert_eq!(config.upstreams[0].on_client_gone, OnClientGone::Finish);
     assert_eq!(config.upstreams[0].host, HostHeader::Keep);
     assert_eq!(config.upstreams[0].linger, Duration::ZERO);
@@ -560,7 +569,7 @@ fn the_file_of_the_repository_runs_as_it_is() {
     let text = std::fs::read_to_string(&path).unwrap();
     let config = Config::parse("proxy.toml", &text, |_| None).unwrap();
     assert_eq!(config.store.kind, StoreKind::Memory);
-    assert_eq!(config.upstreams[0].endpoint, "http://127.0.0.1:3000/");
+    assert_eq!(config.upstreams[0].endpoints[0], "http://127.0.0.1:3000/");
     assert_eq!(config.routes.len(), 1);
     assert!(Config::load(&path).is_ok());
 }

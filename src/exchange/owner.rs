@@ -17,7 +17,7 @@ use crate::{
     reason::Reason,
     registry::Registry,
     upload::{Outgoing, Upload},
-    upstream::{Attempt, Upstream},
+    upstream::{Sent, Spare, Upstream},
 };
 
 /// The future or body that hyper polls. Dropping it means that the client left.
@@ -61,25 +61,26 @@ impl Owner {
     pub(crate) async fn send(
         &self,
         request: Request<Outgoing>,
-        attempt: Attempt,
         now: Instant,
     ) -> Result<Response<()>, Failure> {
-        self.start(request, attempt, now)?;
+        let upstream = &self.0.upstream;
+        let busy = upstream.choose().await.ok_or_else(Failure::no_endpoint)?;
+        self.start(|| upstream.send(busy, request, now), now)?;
         self.head().await
     }
 
-    fn start(
-        &self,
-        request: Request<Outgoing>,
-        attempt: Attempt,
-        now: Instant,
-    ) -> Result<(), Failure> {
+    /// Sends once more what may be, on the same slots.
+    pub(crate) async fn send_again(&self, spare: Spare) -> Result<Response<()>, Failure> {
+        self.start(|| self.0.upstream.send_again(spare), Instant::now())?;
+        self.head().await
+    }
+
+    fn start(&self, send: impl FnOnce() -> Sent, now: Instant) -> Result<(), Failure> {
         self.0.check_lease();
         let mut state = self.0.lock();
         match state.close(None) {
             Phase::Idle(held, _) => {
-                let sent = self.0.upstream.send(request, attempt, now);
-                state.phase = Phase::Head(held, sent);
+                state.phase = Phase::Head(held, send());
                 state.is_waiting = true;
                 state.waiting_since = Some(now);
                 Ok(())

@@ -199,6 +199,26 @@ async fn a_connection_that_said_close_is_not_used_again() {
 }
 
 #[tokio::test]
+async fn g59_a_connection_is_not_used_beyond_its_age() {
+    for (age, is_kept) in [(Duration::from_millis(1), false), (Duration::from_secs(60), true)] {
+        let rig = Rig::with(|c| c.upstreams[0].max_connection_age = age).await;
+        let mut client = rig.client(GET).await;
+        let mut upstream = rig.accept().await;
+        upstream.read_head().await;
+        tokio::time::sleep(2 * age.min(SHORT)).await;
+        upstream.write(OK).await;
+        client.read_to("ok").await;
+        client.write(GET).await;
+        if is_kept {
+            upstream.read_head().await;
+        } else {
+            assert_eq!(upstream.read_to_close().await, "");
+            rig.accept().await.read_head().await;
+        }
+    }
+}
+
+#[tokio::test]
 async fn a_connection_that_nobody_needs_is_closed() {
     let rig = Rig::new().await;
     let mut client = rig.client("").await;
@@ -308,7 +328,7 @@ async fn the_process_cap_counts_waiting_requests() {
 #[tokio::test]
 async fn an_upstream_that_is_not_there_costs_no_linger() {
     let rig = Rig::with(|c| {
-        c.upstreams[0].endpoint = "http://127.0.0.1:1".parse().unwrap();
+        c.upstreams[0].endpoints[0] = "http://127.0.0.1:1".parse().unwrap();
         c.upstreams[0].linger = Duration::from_secs(3600);
     })
     .await;

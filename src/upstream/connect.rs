@@ -7,6 +7,7 @@
 
 use std::{
     io,
+    net::SocketAddr,
     pin::Pin,
     sync::{
         Arc,
@@ -17,12 +18,13 @@ use std::{
 };
 
 use futures_util::task::AtomicWaker;
-use http::{Uri, uri::Scheme};
+use http::Uri;
 use hyper_rustls::{HttpsConnector, HttpsConnectorBuilder, MaybeHttpsStream};
 use hyper_util::{
-    client::legacy::connect::{Connected, Connection, HttpConnector},
+    client::legacy::connect::{Connected, Connection},
     rt::TokioIo,
 };
+use rustls::ClientConfig;
 use tokio::{
     io::{AsyncRead, AsyncWrite, ReadBuf},
     net::TcpStream,
@@ -30,8 +32,7 @@ use tokio::{
 };
 use tower_service::Service;
 
-use super::tls;
-use crate::{body::BoxError, config::UpstreamTls};
+use crate::body::BoxError;
 
 /// Connects within a bound on TCP and TLS together.
 #[derive(Clone)]
@@ -57,9 +58,9 @@ pub(crate) struct UpstreamConn {
 
 pub(super) type Stream = MaybeHttpsStream<TokioIo<Socket>>;
 
-/// TCP alone, below TLS.
+/// TCP alone, below TLS, to one address whatever the name.
 #[derive(Clone)]
-struct Tcp(HttpConnector);
+struct Tcp(SocketAddr);
 
 /// A socket that tells when it is dropped. The order of the fields is the order of events.
 pub(crate) struct Socket {
@@ -125,16 +126,18 @@ impl Drop for Closing {
 // === impl Connector ===
 
 impl Connector {
-    pub(super) fn new(endpoint: Uri, timeout: Duration, settings: &UpstreamTls) -> Self {
-        let is_tls = endpoint.scheme() == Some(&Scheme::HTTPS);
-        let mut tcp = HttpConnector::new();
-        tcp.enforce_http(false);
-        tcp.set_nodelay(true);
+    /// Connects to `addr`, and expects the certificate of `endpoint` there.
+    pub(super) fn new(
+        endpoint: Uri,
+        addr: SocketAddr,
+        timeout: Duration,
+        tls: ClientConfig,
+    ) -> Self {
         let https = HttpsConnectorBuilder::new()
-            .with_tls_config(tls::config(is_tls, settings))
+            .with_tls_config(tls)
             .https_or_http()
             .enable_http1()
-            .wrap_connector(Tcp(tcp));
+            .wrap_connector(Tcp(addr));
         Self { https: Arc::new(https), endpoint, timeout }
     }
 
@@ -158,17 +161,16 @@ impl Service<Uri> for Tcp {
     type Error = BoxError;
     type Future = Pin<Box<dyn Future<Output = Result<Self::Response, BoxError>> + Send>>;
 
-    fn poll_ready(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), BoxError>> {
-        self.0.poll_ready(cx).map_err(Into::into)
+    fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<Result<(), BoxError>> {
+        Poll::Ready(Ok(()))
     }
 
-    fn call(&mut self, uri: Uri) -> Self::Future {
-        let connecting = self.0.call(uri);
+    fn call(&mut self, _: Uri) -> Self::Future {
+        let connecting = TcpStream::connect(self.0);
         Box::pin(async move {
-            Ok(TokioIo::new(Socket {
-                stream: connecting.await?.into_inner(),
-                closing: Closing(Arc::default()),
-            }))
+            let stream = connecting.await?;
+            stream.set_nodelay(true)?;
+            Ok(TokioIo::new(Socket { stream, closing: Closing(Arc::default()) }))
         })
     }
 }

@@ -34,6 +34,8 @@ const SWEEP: Duration = Duration::from_millis(500);
 pub(crate) struct Pool {
     idle: Mutex<Vec<Idle>>,
     connector: Connector,
+    /// How long a connection may be used for new requests.
+    max_age: Duration,
 }
 
 /// A connection, for as long as nobody else has it.
@@ -41,6 +43,7 @@ pub(crate) struct Pool {
 pub(crate) struct Link {
     sender: SendRequest<Outgoing>,
     pub(crate) conn: Arc<UpstreamConn>,
+    born: Instant,
 }
 
 #[derive(Debug)]
@@ -62,7 +65,7 @@ pub(crate) struct SendError {
     pub(crate) cause: Cause,
     /// The connection the request went to.
     pub(crate) conn: Option<Arc<UpstreamConn>>,
-    /// The request, if it may be sent once more.
+    /// The request, if it may be sent once more: not a byte of it was sent, or its connection was an old one and it does no harm.
     pub(crate) spare: Option<Box<Request<Outgoing>>>,
 }
 
@@ -92,8 +95,8 @@ type Answer = Pin<
 
 impl Pool {
     /// Must be called inside the runtime on which the connections will live.
-    pub(super) fn start(connector: Connector) -> Arc<Self> {
-        let pool = Arc::new(Self { idle: Mutex::default(), connector });
+    pub(super) fn start(connector: Connector, max_age: Duration) -> Arc<Self> {
+        let pool = Arc::new(Self { idle: Mutex::default(), connector, max_age });
         tokio::spawn(sweep_for_ever(Arc::downgrade(&pool)));
         pool
     }
@@ -114,8 +117,9 @@ impl Pool {
 
     /// Gives back a connection whose response was read to its end.
     pub(crate) fn put(&self, link: Link) {
-        if !link.sender.is_closed() {
-            self.lock().push(Idle { link, since: Instant::now() });
+        let since = Instant::now();
+        if !link.sender.is_closed() && since - link.born < self.max_age {
+            self.lock().push(Idle { link, since });
         }
     }
 
@@ -177,7 +181,7 @@ async fn connect(connector: Connector) -> Result<Link, BoxError> {
             tracing::debug!(%error, "upstream connection ended");
         }
     });
-    Ok(Link { sender, conn })
+    Ok(Link { sender, conn, born: Instant::now() })
 }
 
 fn over(link: Link, request: Request<Outgoing>) -> Stage {
@@ -239,8 +243,8 @@ impl Sent {
                     match connected {
                         Ok(link) => self.stage = waiting(link, *request),
                         Err(error) => {
-                            let cause = Cause::Connect(error);
-                            return Poll::Ready(Err(SendError { cause, conn: None, spare: None }));
+                            let (cause, spare) = (Cause::Connect(error), Some(request));
+                            return Poll::Ready(Err(SendError { cause, conn: None, spare }));
                         }
                     }
                 }

@@ -19,6 +19,7 @@ mod harness;
 mod hazards;
 mod http2_conformance;
 mod http_clients;
+mod http_endpoints;
 mod http_framing;
 mod http_identity;
 mod http_rules;

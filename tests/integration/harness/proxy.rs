@@ -113,6 +113,11 @@ impl Conf {
         self
     }
 
+    /// Other addresses for the upstream.
+    pub(crate) fn endpoints<const N: usize>(self, urls: [String; N]) -> Self {
+        self.endpoint(urls.join("\", \""))
+    }
+
     pub(crate) fn text(&self, listen: SocketAddr, admin: SocketAddr) -> String {
         let Self {
             slots,

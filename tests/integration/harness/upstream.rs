@@ -9,7 +9,7 @@ use socket2::SockRef;
 use tokio::{
     io::{self, AsyncReadExt, AsyncWriteExt},
     net::{
-        TcpListener, TcpStream,
+        TcpListener, TcpStream, ToSocketAddrs,
         tcp::{OwnedReadHalf, OwnedWriteHalf},
     },
     sync::{Semaphore, watch},
@@ -61,7 +61,12 @@ struct State {
 
 impl Upstream {
     pub(crate) async fn spawn() -> Self {
-        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        Self::spawn_at("127.0.0.1:0").await
+    }
+
+    /// The same at this address.
+    pub(crate) async fn spawn_at(addr: impl ToSocketAddrs) -> Self {
+        let listener = TcpListener::bind(addr).await.unwrap();
         let addr = listener.local_addr().unwrap();
         let state = Arc::new(State::default());
         let acceptor = tokio::spawn({
