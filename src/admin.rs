@@ -19,8 +19,10 @@ use crate::{
     leases::Outlook,
     metrics::Metrics,
     store::{SetState, SetStatus, StoreError},
+    upstream::Upstream,
 };
 
+mod endpoints;
 mod guard;
 #[cfg(test)]
 mod tests;
@@ -45,6 +47,7 @@ pub struct Admin {
     classes: Vec<Arc<str>>,
     admission: Arc<Admission>,
     metrics: Arc<Metrics>,
+    upstreams: Vec<Arc<Upstream>>,
     draining: watch::Receiver<bool>,
     guard: Guard,
 }
@@ -80,10 +83,11 @@ pub async fn serve(listener: TcpListener, admin: Arc<ArcSwap<Admin>>) {
 
 impl Admin {
     /// Takes what it shows.
-    pub fn new(
+    pub(crate) fn new(
         config: &Config,
         admission: Arc<Admission>,
         metrics: Arc<Metrics>,
+        upstreams: Vec<Arc<Upstream>>,
         draining: watch::Receiver<bool>,
     ) -> Arc<Self> {
         let store = match config.store.kind {
@@ -107,6 +111,7 @@ impl Admin {
             most_slots: config.limits.iter().map(most).collect(),
             admission,
             metrics,
+            upstreams,
             draining,
             guard,
         })
@@ -206,6 +211,9 @@ impl Admin {
     }
 
     fn metrics(&self) -> Answer {
+        for (index, upstream) in self.upstreams.iter().enumerate() {
+            endpoints::measure(self.metrics.endpoints(index), &upstream.state());
+        }
         let kind = "application/openmetrics-text; version=1.0.0; charset=utf-8";
         answer(StatusCode::OK, kind, self.metrics.render(&self.admission.outlook()))
     }
@@ -233,6 +241,7 @@ impl Admin {
                 "worked": worked,
             })),
             "limits": limits,
+            "upstreams": endpoints::status(&self.upstreams),
         })
     }
 }

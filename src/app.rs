@@ -170,8 +170,9 @@ impl Running {
         let metrics = Metrics::new(&config);
         let admission = Admission::start(&config, store, Arc::clone(&metrics));
         let proxy = Proxy::new(&config, Arc::clone(&admission), Arc::clone(&metrics));
-        let admin =
-            Admin::new(&config, Arc::clone(&admission), Arc::clone(&metrics), draining.clone());
+        let (asked, seen, upstreams) =
+            (Arc::clone(&admission), Arc::clone(&metrics), proxy.upstreams());
+        let admin = Admin::new(&config, asked, seen, upstreams, draining.clone());
         Self {
             proxy: Arc::new(ArcSwap::new(proxy)),
             admin: Arc::new(ArcSwap::new(admin)),
@@ -206,11 +207,12 @@ impl Running {
         self.metrics = self.metrics.adopt(&config);
         self.admission = self.admission.adopt(&config, Arc::clone(&self.metrics));
         let (admission, metrics) = (&self.admission, &self.metrics);
-        let proxy = self.proxy.load();
-        self.proxy.store(proxy.adopt(&config, Arc::clone(admission), Arc::clone(metrics)));
-        let draining = self.draining.clone();
-        let admin = Admin::new(&config, Arc::clone(admission), Arc::clone(metrics), draining);
-        self.admin.store(admin);
+        let before = self.proxy.load();
+        let proxy = before.adopt(&config, Arc::clone(admission), Arc::clone(metrics));
+        let (asked, seen, upstreams) =
+            (Arc::clone(admission), Arc::clone(metrics), proxy.upstreams());
+        self.admin.store(Admin::new(&config, asked, seen, upstreams, self.draining.clone()));
+        self.proxy.store(proxy);
         self.settings.send_if_modified(|server| {
             let is_other = *server != config.server;
             server.clone_from(&config.server);

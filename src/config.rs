@@ -13,6 +13,7 @@ mod error;
 mod file;
 mod follow;
 mod headers;
+mod health;
 mod policy;
 mod quick;
 mod resolve;
@@ -23,6 +24,7 @@ mod tls;
 
 pub use error::ConfigError;
 pub use headers::HeaderRules;
+pub use health::{Ejection, HealthCheck};
 pub use policy::{ClassPolicy, ClassRule, Classes, Dialect, Key, Mode, Rate, Step, WeightRule};
 pub use quick::{AdminListen, QuickOptions};
 pub use tls::{Identity, ServerTls, Stamps, TlsVersion, UpstreamTls};
@@ -239,6 +241,10 @@ pub struct Upstream {
     pub resolve_interval: Duration,
     /// How long a connection may be used for new requests.
     pub max_connection_age: Duration,
+    /// Whether its endpoints are asked how they are.
+    pub health: Option<HealthCheck>,
+    /// Whether those that fail get no requests for a time.
+    pub ejection: Option<Ejection>,
     /// Indices into [`Config::limits`]: they apply on every way that leads here.
     pub limits: Vec<usize>,
     /// Bound on TCP and TLS together.

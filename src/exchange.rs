@@ -134,6 +134,9 @@ impl Exchange {
         if let (Reason::LeaseLost, Some(held)) = (reason, phase.held()) {
             held.permit.lost();
         }
+        if let (Reason::UpstreamTimeout, Phase::Head(_, sent)) = (reason, &phase) {
+            self.upstream.late(sent);
+        }
         self.abort(phase);
         if let Some(waker) = waker {
             waker.wake();
@@ -200,7 +203,7 @@ impl Exchange {
         };
         let answer = ready!(sent.poll(cx));
         let Phase::Head(held, sent) = state.close(None) else { unreachable!("looked at above") };
-        Poll::Ready(match self.upstream.settle(sent, answer) {
+        Poll::Ready(match self.upstream.settle(sent, answer, self.upload.as_deref()) {
             Ok((response, line)) => Ok(state.begin_body(held, response, line)),
             Err(Unanswered { cause, open, spare }) => {
                 state.phase = Phase::Idle(held, open);

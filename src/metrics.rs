@@ -23,8 +23,11 @@ use crate::{
     reason::Reason,
 };
 
+mod endpoints;
 mod reloads;
 
+use endpoints::EndpointFamilies;
+pub use endpoints::EndpointMetrics;
 pub use reloads::Reloads;
 
 /// From half a millisecond to a quarter of an hour.
@@ -39,6 +42,7 @@ pub struct Metrics {
     all: Arc<Families>,
     limits: Vec<LimitMetrics>,
     routes: Vec<RouteMetrics>,
+    endpoints: Vec<Vec<EndpointMetrics>>,
     classes: Vec<Arc<str>>,
     rates: Vec<Arc<str>>,
 }
@@ -49,6 +53,7 @@ struct Families {
     registry: Registry,
     limits: LimitFamilies,
     routes: RouteFamilies,
+    endpoints: EndpointFamilies,
     shed: Family<ShedLabels, Counter>,
     shadow: Family<ShedLabels, Counter>,
     degraded: Family<DegradedLabels, Counter>,
@@ -177,6 +182,11 @@ impl Metrics {
                 self.all.limits.forget(&gone.name);
             }
         }
+        for gone in self.endpoints.iter().flatten() {
+            if !config.upstreams.iter().any(|upstream| gone.is_of(upstream)) {
+                self.all.endpoints.forget(gone);
+            }
+        }
         Self::of(Arc::clone(&self.all), config)
     }
 
@@ -184,6 +194,7 @@ impl Metrics {
         Arc::new(Self {
             limits: config.limits.iter().map(|limit| all.limits.of(&limit.name)).collect(),
             routes: config.routes.iter().map(|route| all.routes.of(&route.name)).collect(),
+            endpoints: config.upstreams.iter().map(|upstream| all.endpoints.of(upstream)).collect(),
             classes: config.classes.order.clone(),
             rates: config.rates.iter().map(|rate| Arc::clone(&rate.name)).collect(),
             all,
@@ -208,6 +219,11 @@ impl Metrics {
     /// The handles of a route.
     pub fn route(&self, index: usize) -> &RouteMetrics {
         &self.routes[index]
+    }
+
+    /// The handles of an upstream's endpoints.
+    pub fn endpoints(&self, upstream: usize) -> &[EndpointMetrics] {
+        &self.endpoints[upstream]
     }
 
     /// Counts a refusal.
@@ -315,6 +331,7 @@ impl Families {
         let mut registry = Registry::with_prefix("tidegate");
         let limits = LimitFamilies::register(&mut registry);
         let routes = RouteFamilies::register(&mut registry);
+        let endpoints = EndpointFamilies::register(&mut registry);
         let shed = Family::default();
         registry.register("shed", "Requests refused, by limit, class and reason", shed.clone());
         let (store_up, recovery) = (Gauge::default(), Gauge::default());
@@ -347,6 +364,7 @@ impl Families {
             registry,
             limits,
             routes,
+            endpoints,
             shed,
             shadow,
             degraded,

@@ -207,6 +207,11 @@ impl Proxy {
         })
     }
 
+    /// Every upstream, in the order of the configuration.
+    pub(crate) fn upstreams(&self) -> Vec<Arc<Upstream>> {
+        self.upstreams.clone()
+    }
+
     /// Ends the request that holds its slots under this id; false if it isn't here.
     pub fn cut(&self, holder: Uuid, reason: Reason) -> bool {
         self.registry.cut(holder, reason)

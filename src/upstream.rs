@@ -12,17 +12,18 @@ use tokio::time::Instant;
 
 use crate::{
     config::{self, HeaderRules, HostHeader, OnClientGone},
-    upload::Outgoing,
+    upload::{Outgoing, Upload},
 };
 
 mod connect;
 mod endpoints;
+mod health;
 mod line;
 mod pool;
 mod resolve;
 mod tls;
 
-pub(crate) use endpoints::Busy;
+pub(crate) use endpoints::{Busy, EntryState};
 pub(crate) use line::{Line, Open, Sent, Spare, Unanswered};
 pub(crate) use pool::Cause;
 
@@ -33,6 +34,7 @@ use pool::{Link, Pool, SendError};
 /// An upstream, ready to be called.
 #[derive(Debug)]
 pub(crate) struct Upstream {
+    pub(crate) name: Arc<str>,
     endpoints: Arc<Endpoints>,
     /// Goes in front of the request's path; never ends with a slash.
     base: String,
@@ -58,6 +60,7 @@ impl Upstream {
             );
         }
         Self {
+            name: Arc::clone(&config.name),
             endpoints: Endpoints::start(config),
             base: first.path().trim_end_matches('/').to_owned(),
             host: (config.host == HostHeader::Upstream).then_some(host),
@@ -95,35 +98,48 @@ impl Upstream {
 
     /// Starts a request.
     pub(crate) fn send(&self, busy: Busy, mut request: Request<Outgoing>, now: Instant) -> Sent {
-        self.name_host(&busy, &mut request);
+        name_host(&busy, &mut request);
         Sent::new(busy, request, now)
     }
 
     /// Starts a request once more.
     pub(crate) fn send_again(&self, spare: Spare) -> Sent {
         let Spare { busy, mut request } = spare;
-        self.name_host(&busy, &mut request);
+        name_host(&busy, &mut request);
         Sent::afresh(busy, request)
     }
 
-    fn name_host(&self, busy: &Busy, request: &mut Request<Outgoing>) {
-        if let Some(host) = self.endpoints.host(busy) {
-            request.headers_mut().insert(HOST, host.clone());
-        }
+    /// How each of the configured endpoints does.
+    pub(crate) fn state(&self) -> Vec<EntryState> {
+        self.endpoints.state()
     }
 
-    /// What comes of a request that was answered, or not. It may be sent again to another endpoint if this one couldn't be reached,
+    /// Notes that a request wasn't answered in time.
+    pub(crate) fn late(&self, sent: &Sent) {
+        self.endpoints.note(sent.at(), None);
+    }
+
+    /// What comes of a request that was answered, or not, as far as `upload` isn't to blame. It may be sent again to another endpoint if this one couldn't be reached,
     /// and anywhere if its connection was an old one, as far as it does no harm.
     pub(crate) fn settle(
         &self,
         sent: Sent,
         answer: Result<(Response<Incoming>, Link), SendError>,
+        upload: Option<&Upload>,
     ) -> Result<(Response<Incoming>, Line), Unanswered> {
         let busy = sent.busy();
         let SendError { cause, conn, spare } = match answer {
-            Ok((response, link)) => return Ok((response, Line::new(busy, link))),
+            Ok((response, link)) => {
+                self.endpoints.note(&busy, Some(response.status()));
+                return Ok((response, Line::new(busy, link)));
+            }
             Err(error) => error,
         };
+        // A connection that was too old says nothing about its endpoint.
+        let was_old = matches!(cause, Cause::Broken(_)) && spare.is_some();
+        if !was_old && upload.is_none_or(|upload| upload.fault().is_none()) {
+            self.endpoints.note(&busy, None);
+        }
         let spare = spare.and_then(|request| {
             let other = self.endpoints.choose_other(&busy);
             let busy = match cause {
@@ -133,6 +149,12 @@ impl Upstream {
             Some(Box::new(Spare { busy, request: *request }))
         });
         Err(Unanswered { cause, open: conn.map(|conn| Open::new(busy, conn)), spare })
+    }
+}
+
+fn name_host(busy: &Busy, request: &mut Request<Outgoing>) {
+    if let Some(host) = busy.host() {
+        request.headers_mut().insert(HOST, host.clone());
     }
 }
 
@@ -146,6 +168,8 @@ pub(crate) mod tests {
             endpoints: vec![endpoint.parse().unwrap()],
             resolve_interval: Duration::from_secs(30),
             max_connection_age: Duration::from_secs(300),
+            health: None,
+            ejection: None,
             limits: Vec::new(),
             connect_timeout: Duration::from_secs(3),
             response_timeout: Duration::from_secs(60),

@@ -19,9 +19,11 @@ use super::{
 };
 
 mod headers;
+mod health;
 mod policy;
 
 pub(super) use headers::{FileFields, FileHeaderRules, FileValue};
+pub(super) use health::{FileEjection, FileHealthCheck};
 pub(super) use policy::{
     FileClass, FileClassPolicy, FileClassTable, FileClasses, FileQueue, FileQueueTable, FileRate,
     FileStep, FileWeight, FileWeightTable, ShortOr,
@@ -194,6 +196,8 @@ pub(super) struct FileUpstream {
     pub(super) endpoints: Option<Spanned<Vec<Spanned<String>>>>,
     pub(super) resolve_interval: Option<Spanned<FileDuration>>,
     pub(super) max_connection_age: Option<Spanned<FileDuration>>,
+    pub(super) health: Option<Spanned<FileHealthCheck>>,
+    pub(super) ejection: Option<Spanned<FileEjection>>,
     pub(super) limits: Option<Vec<Spanned<String>>>,
     pub(super) connect_timeout: Option<Spanned<FileDuration>>,
     pub(super) response_timeout: Option<Spanned<FileDuration>>,

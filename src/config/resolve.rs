@@ -235,6 +235,8 @@ fn upstream(
         endpoints,
         resolve_interval: positive(&file.resolve_interval, 30_000)?,
         max_connection_age: positive(&file.max_connection_age, 5 * 60_000)?,
+        health: file.health.as_ref().map(endpoints::health).transpose()?,
+        ejection: file.ejection.as_ref().map(endpoints::ejection).transpose()?,
         limits: references(&file.limits, limits, "limit")?,
         connect_timeout: positive(&file.connect_timeout, 3_000)?,
         response_timeout: positive(&file.response_timeout, silence)?,

@@ -286,6 +286,17 @@ pub(super) fn endpoint(text: &str) -> Rule<Uri> {
     Ok(uri)
 }
 
+/// What an endpoint is asked for when it is asked how it is.
+pub(super) fn health_path(text: &str) -> Rule<PathAndQuery> {
+    let path = text.parse().ok().filter(|_| text.starts_with('/') && !text.contains('#'));
+    path.ok_or_else(|| r#"must be a path such as "/health""#.to_owned())
+}
+
+pub(super) fn status(number: i64) -> Rule<StatusCode> {
+    let status = within(number, 100..=599).map(StatusCode::from_u16)?;
+    status.map_err(|_| "must be a status".to_owned())
+}
+
 /// A request must mean the same at each endpoint of an upstream, and each counts once.
 pub(super) fn fits_in(endpoint: &Uri, others: &[Uri]) -> Rule<()> {
     let Some(first) = others.first() else {

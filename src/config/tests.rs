@@ -178,6 +178,30 @@ const BAD_HEADS: &[(&str, &str)] = &[
         "3:20: upstreams.a.resolve_interval: must be at least 1ms",
     ),
     (
+        "[upstreams.a]\nendpoints = [\"http://a\"]\nhealth = { interval = \"1s\" }",
+        "3:10: upstreams.a.health.path: must be given",
+    ),
+    (
+        "[upstreams.a]\nendpoints = [\"http://a\"]\nhealth = { path = \"health\" }",
+        "3:19: upstreams.a.health.path: must be a path such as",
+    ),
+    (
+        "[upstreams.a]\nendpoints = [\"http://a\"]\nhealth = { path = \"/\", healthy = 0 }",
+        "3:34: upstreams.a.health.healthy: must be 1 to 1000",
+    ),
+    (
+        "[upstreams.a]\nendpoints = [\"http://a\"]\nejection = { statuses = [500, 50] }",
+        "3:31: upstreams.a.ejection.statuses[1]: must be 100 to 599",
+    ),
+    (
+        "[upstreams.a]\nendpoints = [\"http://a\"]\nejection = { share = 1.5 }",
+        "3:22: upstreams.a.ejection.share: must be above 0 and at most 1",
+    ),
+    (
+        "[upstreams.a]\nendpoints = [\"http://a\"]\nejection = { time = \"10m\" }",
+        "3:21: upstreams.a.ejection.time: max_time must be no shorter than time",
+    ),
+    (
         "[upstreams.a]\nendpoints = [\"a:80\"]",
         "2:14: upstreams.a.endpoints[0]: must begin with http:// or https://",
     ),

@@ -6,60 +6,87 @@
 use std::{
     net::{IpAddr, SocketAddr},
     ops::Deref,
+    slice::Iter,
     sync::{
-        Arc,
-        atomic::{AtomicUsize, Ordering},
+        Arc, Mutex, PoisonError, Weak,
+        atomic::{AtomicU64, AtomicUsize, Ordering},
     },
     time::Duration,
 };
 
-use http::{HeaderValue, Uri, uri::Scheme};
+use http::{HeaderValue, StatusCode, Uri, uri::Scheme};
 use rustls::ClientConfig;
-use tokio::sync::watch;
+use tokio::{runtime::Handle, sync::watch, time::Instant};
 
 use super::{
     Pool,
     connect::Connector,
+    health::{self, Standing},
     resolve::{self, Name},
     tls,
 };
-use crate::config::{self, HostHeader};
+use crate::config::{self, Ejection, HealthCheck, HostHeader};
 
 /// Every endpoint of one upstream.
 #[derive(Debug)]
 pub(crate) struct Endpoints {
-    upstream: Arc<str>,
-    entries: Vec<Entry>,
+    entries: Vec<Arc<Entry>>,
     /// The endpoint, where there is one and it can't change.
     only: Option<Arc<Endpoint>>,
     known: watch::Sender<Known>,
     tls: ClientConfig,
     connect_timeout: Duration,
     max_connection_age: Duration,
+    health: Option<HealthCheck>,
+    ejection: Option<Ejection>,
+    /// Held while the ejected are counted and one more becomes one.
+    ejecting: Mutex<()>,
+    runtime: Handle,
 }
 
 /// One of `endpoints` in the configuration: an address, or a name that stands for some.
 #[derive(Debug)]
 struct Entry {
+    upstream: Arc<str>,
     uri: Uri,
     /// What a request to it must be given as Host, where that depends on the endpoint.
     host: Option<HeaderValue>,
+    /// How often one of its addresses was taken out for failing.
+    ejections: AtomicU64,
 }
 
 /// One address of an upstream.
 #[derive(Debug)]
 pub(crate) struct Endpoint {
     pub(super) pool: Arc<Pool>,
-    /// Which entry it stands for.
-    entry: usize,
-    addr: SocketAddr,
+    /// What it stands for.
+    entry: Arc<Entry>,
+    pub(super) addr: SocketAddr,
     /// Requests in flight.
     load: AtomicUsize,
+    pub(super) standing: Standing,
 }
 
 /// An endpoint that has a request to serve for as long as this lives.
 #[derive(Debug)]
 pub(crate) struct Busy(Arc<Endpoint>);
+
+/// How an entry does.
+#[derive(Debug)]
+pub(crate) struct EntryState {
+    pub(crate) name: String,
+    pub(crate) ejections: u64,
+    pub(crate) endpoints: Vec<EndpointState>,
+}
+
+/// How an endpoint does.
+#[derive(Debug)]
+pub(crate) struct EndpointState {
+    pub(crate) addr: SocketAddr,
+    /// up, unhealthy, ejected
+    pub(crate) word: &'static str,
+    pub(crate) in_flight: usize,
+}
 
 #[derive(Debug, Default)]
 struct Known {
@@ -100,20 +127,23 @@ impl Endpoints {
         let several = config.endpoints.len() > 1;
         let host =
             |uri: &Uri| (several && config.host == HostHeader::Upstream).then(|| authority(uri));
-        let entries: Vec<_> = config
-            .endpoints
-            .iter()
-            .map(|uri| Entry { uri: uri.clone(), host: host(uri) })
-            .collect();
+        let entry = |uri: &Uri| {
+            let upstream = Arc::clone(&config.name);
+            let ejections = AtomicU64::new(0);
+            Arc::new(Entry { upstream, uri: uri.clone(), host: host(uri), ejections })
+        };
         let is_tls = config.endpoints[0].scheme() == Some(&Scheme::HTTPS);
         Self {
-            upstream: Arc::clone(&config.name),
-            entries,
+            entries: config.endpoints.iter().map(entry).collect(),
             only: None,
             known: watch::Sender::default(),
             tls: tls::config(is_tls, &config.tls),
             connect_timeout: config.connect_timeout,
             max_connection_age: config.max_connection_age,
+            health: config.health.clone(),
+            ejection: config.ejection.clone(),
+            ejecting: Mutex::default(),
+            runtime: Handle::current(),
         }
     }
 
@@ -121,14 +151,13 @@ impl Endpoints {
     pub(super) fn choose(&self) -> Option<Busy> {
         match &self.only {
             Some(only) => Some(Busy::new(only)),
-            None => pick(self.known.borrow().endpoints.iter()),
+            None => pick(self.known.borrow().endpoints.iter(), None),
         }
     }
 
     /// Another endpoint than this one.
     pub(super) fn choose_other(&self, than: &Busy) -> Option<Busy> {
-        let known = self.known.borrow();
-        pick(known.endpoints.iter().filter(|endpoint| !Arc::ptr_eq(endpoint, &than.0)))
+        pick(self.known.borrow().endpoints.iter(), Some(&than.0))
     }
 
     /// Like [`Endpoints::choose`], but waits for the first answer about the names, as long as connecting may take.
@@ -139,25 +168,73 @@ impl Endpoints {
         self.choose()
     }
 
-    /// What a request to this endpoint must be given as Host, if not what every request is.
-    pub(super) fn host(&self, endpoint: &Endpoint) -> Option<&HeaderValue> {
-        self.entries[endpoint.entry].host.as_ref()
+    /// Notes what became of a request: the status of its answer, or none if there was no answer and that was the endpoint's fault.
+    pub(super) fn note(&self, endpoint: &Busy, status: Option<StatusCode>) {
+        let Some(ejection) = &self.ejection else {
+            return;
+        };
+        if status.is_some_and(|status| !ejection.statuses.contains(&status)) {
+            endpoint.standing.served();
+        } else if endpoint.standing.failed() >= ejection.failures {
+            self.eject(&endpoint.0, ejection);
+        }
+    }
+
+    /// Takes an endpoint out for a time, unless too many are.
+    fn eject(&self, endpoint: &Arc<Endpoint>, ejection: &Ejection) {
+        let ejecting = self.ejecting.lock().unwrap_or_else(PoisonError::into_inner);
+        let known = self.known.borrow();
+        let ejected = known.endpoints.iter().filter(|other| other.standing.is_ejected()).count();
+        if (ejected + 1) as f64 > ejection.share * known.endpoints.len() as f64 {
+            return;
+        }
+        let Some(time) = endpoint.standing.eject(ejection, Instant::now()) else {
+            return;
+        };
+        drop((known, ejecting));
+        endpoint.entry.ejections.fetch_add(1, Ordering::Relaxed);
+        let (upstream, name) = endpoint.names();
+        tracing::warn!(upstream, endpoint = name, addr = %endpoint.addr, ?time, "an endpoint is ejected");
+        self.runtime.spawn(come_back_after(time, Arc::downgrade(endpoint)));
+    }
+
+    /// How each entry does, in the order of the configuration.
+    pub(super) fn state(&self) -> Vec<EntryState> {
+        let known = self.known.borrow();
+        let state = |entry: &Arc<Entry>| {
+            let endpoints = known.endpoints.iter();
+            EntryState {
+                name: entry.name().to_owned(),
+                ejections: entry.ejections.load(Ordering::Relaxed),
+                endpoints: endpoints
+                    .filter(|endpoint| Arc::ptr_eq(&endpoint.entry, entry))
+                    .map(|endpoint| EndpointState {
+                        addr: endpoint.addr,
+                        word: endpoint.standing.word(),
+                        in_flight: endpoint.load(),
+                    })
+                    .collect(),
+            }
+        };
+        self.entries.iter().map(state).collect()
     }
 
     /// What a lookup of an entry's name said: the addresses that it stands for from now on, none if the lookup failed. Then those of
     /// before are kept. `is_first` is set where it is the first answer about this name.
     pub(super) fn found(&self, entry: usize, addrs: Option<&[SocketAddr]>, is_first: bool) {
+        let of = &self.entries[entry];
         let changed = self.known.send_if_modified(|known| {
             known.awaited -= usize::from(is_first);
             let Some(addrs) = addrs else { return is_first };
             let mut changed = false;
             known.endpoints.retain(|old| {
-                let stays = old.entry != entry || addrs.contains(&old.addr);
+                let stays = !Arc::ptr_eq(&old.entry, of) || addrs.contains(&old.addr);
                 changed |= !stays;
                 stays
             });
             for &addr in addrs {
-                let is_known = |known: &Arc<Endpoint>| known.entry == entry && known.addr == addr;
+                let is_known =
+                    |known: &Arc<Endpoint>| Arc::ptr_eq(&known.entry, of) && known.addr == addr;
                 if !known.endpoints.iter().any(is_known) {
                     known.endpoints.push(self.endpoint(entry, addr));
                     changed = true;
@@ -166,34 +243,32 @@ impl Endpoints {
             changed || is_first
         });
         if let Some(addrs) = addrs.filter(|_| changed) {
-            let endpoint = self.name(entry);
-            tracing::info!(
-                upstream = &*self.upstream,
-                endpoint,
-                ?addrs,
-                "addresses of an endpoint"
-            );
+            let (upstream, endpoint) = self.names(entry);
+            tracing::info!(upstream, endpoint, ?addrs, "addresses of an endpoint");
         }
     }
 
-    pub(super) fn upstream(&self) -> &str {
-        &self.upstream
-    }
-
-    /// The entry as configured, without its path.
-    pub(super) fn name(&self, entry: usize) -> &str {
-        self.entries[entry].uri.authority().map_or("", |authority| authority.as_str())
+    /// The upstream's name, and the entry's.
+    pub(super) fn names(&self, entry: usize) -> (&str, &str) {
+        self.entries[entry].names()
     }
 
     fn endpoint(&self, entry: usize, addr: SocketAddr) -> Arc<Endpoint> {
-        let uri = self.entries[entry].uri.clone();
+        let entry = Arc::clone(&self.entries[entry]);
+        let uri = entry.uri.clone();
         let connector = Connector::new(uri, addr, self.connect_timeout, self.tls.clone());
-        Arc::new(Endpoint {
+        let endpoint = Arc::new(Endpoint {
             pool: Pool::start(connector, self.max_connection_age),
             entry,
             addr,
             load: AtomicUsize::new(0),
-        })
+            standing: Standing::default(),
+        });
+        if let Some(check) = &self.health {
+            let asked = Arc::downgrade(&endpoint);
+            self.runtime.spawn(health::check_for_ever(asked, check.clone()));
+        }
+        endpoint
     }
 }
 
@@ -214,8 +289,24 @@ pub(super) fn authority(uri: &Uri) -> HeaderValue {
     HeaderValue::from_str(authority.as_str()).expect("an authority is ASCII")
 }
 
+async fn come_back_after(time: Duration, endpoint: Weak<Endpoint>) {
+    tokio::time::sleep(time).await;
+    if let Some(endpoint) = endpoint.upgrade() {
+        endpoint.standing.come_back();
+        let (upstream, name) = endpoint.names();
+        tracing::info!(upstream, endpoint = name, addr = %endpoint.addr, "an endpoint is back");
+    }
+}
+
+/// One of those that are fit to serve, or of all where none is; never this one.
+fn pick(all: Iter<'_, Arc<Endpoint>>, but: Option<&Arc<Endpoint>>) -> Option<Busy> {
+    let all = all.filter(|endpoint| but.is_none_or(|but| !Arc::ptr_eq(endpoint, but)));
+    let fit = all.clone().filter(|endpoint| !endpoint.standing.is_out());
+    less_busy(fit).or_else(|| less_busy(all))
+}
+
 /// The less busy of two.
-fn pick<'a>(mut all: impl Iterator<Item = &'a Arc<Endpoint>> + Clone) -> Option<Busy> {
+fn less_busy<'a>(mut all: impl Iterator<Item = &'a Arc<Endpoint>> + Clone) -> Option<Busy> {
     let count = all.clone().count();
     if count < 2 {
         return all.next().map(Busy::new);
@@ -226,9 +317,36 @@ fn pick<'a>(mut all: impl Iterator<Item = &'a Arc<Endpoint>> + Clone) -> Option<
     Some(Busy::new(if second.load() < first.load() { second } else { first }))
 }
 
+// === impl Entry ===
+
+impl Entry {
+    /// As configured, without its path.
+    fn name(&self) -> &str {
+        self.uri.authority().map_or("", |authority| authority.as_str())
+    }
+
+    fn names(&self) -> (&str, &str) {
+        (&self.upstream, self.name())
+    }
+}
+
 // === impl Endpoint ===
 
 impl Endpoint {
+    /// The upstream's name, and the endpoint's as configured.
+    pub(super) fn names(&self) -> (&str, &str) {
+        self.entry.names()
+    }
+
+    pub(super) fn authority(&self) -> HeaderValue {
+        authority(&self.entry.uri)
+    }
+
+    /// What a request must be given as Host, if not what every request is.
+    pub(super) fn host(&self) -> Option<&HeaderValue> {
+        self.entry.host.as_ref()
+    }
+
     fn load(&self) -> usize {
         self.load.load(Ordering::Relaxed)
     }
@@ -237,7 +355,7 @@ impl Endpoint {
 // === impl Busy ===
 
 impl Busy {
-    fn new(endpoint: &Arc<Endpoint>) -> Self {
+    pub(super) fn new(endpoint: &Arc<Endpoint>) -> Self {
         endpoint.load.fetch_add(1, Ordering::Relaxed);
         Self(Arc::clone(endpoint))
     }
@@ -290,7 +408,7 @@ mod tests {
     async fn the_less_busy_of_two_is_taken() {
         let all = endpoints(&["http://127.0.0.1:1", "http://127.0.0.2:1"]);
         let busy: Vec<_> = (0..20).map(|_| all.choose().unwrap()).collect();
-        let at = |entry| busy.iter().filter(|busy| busy.entry == entry).count();
+        let at = |entry| busy.iter().filter(|busy| busy.addr == all.addrs()[entry]).count();
         assert_eq!((at(0), at(1)), (10, 10));
         assert_eq!(busy[0].load(), 10);
         drop(busy);
@@ -303,7 +421,7 @@ mod tests {
         let all = endpoints(&urls.iter().map(String::as_str).collect::<Vec<_>>());
         let busy: Vec<_> = (0..100).map(|_| all.choose().unwrap()).collect();
         for entry in 0..5 {
-            let load = busy.iter().filter(|busy| busy.entry == entry).count();
+            let load = busy.iter().filter(|busy| busy.addr == all.addrs()[entry]).count();
             assert!((10..=30).contains(&load), "{load}");
         }
     }

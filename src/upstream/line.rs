@@ -82,6 +82,10 @@ impl Sent {
         Some(Open { conn: self.way.connection()?, _busy: self.busy })
     }
 
+    pub(super) fn at(&self) -> &Busy {
+        &self.busy
+    }
+
     pub(super) fn busy(self) -> Busy {
         self.busy
     }

@@ -44,7 +44,7 @@ async fn follow_with<F: Future<Output = io::Result<Vec<SocketAddr>>>>(
         let Some(endpoints) = endpoints.upgrade() else {
             return;
         };
-        let (upstream, endpoint) = (endpoints.upstream(), endpoints.name(entry));
+        let (upstream, endpoint) = endpoints.names(entry);
         match &found {
             Err(error) if was_found != Some(false) => {
                 tracing::warn!(upstream, endpoint, %error, "the name can't be looked up");

@@ -21,6 +21,7 @@ mod http2_conformance;
 mod http_clients;
 mod http_endpoints;
 mod http_framing;
+mod http_health;
 mod http_identity;
 mod http_rules;
 mod http_tls;

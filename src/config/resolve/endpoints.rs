@@ -1,15 +1,23 @@
-//! Where an upstream is.
+//! Where an upstream is, and whether it is well there.
 
-use std::net::SocketAddr;
+use std::{net::SocketAddr, ops::RangeInclusive};
 
-use http::Uri;
+use http::{StatusCode, Uri};
 use toml::Spanned;
 
-use super::{At, Found};
-use crate::config::{error::Problem, rules};
+use super::{At, Found, or, positive, required};
+use crate::config::{
+    Ejection, HealthCheck,
+    error::Problem,
+    file::{FileEjection, FileHealthCheck},
+    rules,
+};
 
 /// How many endpoints one upstream may have.
 const MOST: usize = 256;
+
+/// How many answers in a row may be waited for.
+const IN_A_ROW: RangeInclusive<i64> = 1..=1000;
 
 /// `admin` is where none of them may lead.
 pub(super) fn endpoints(
@@ -27,4 +35,44 @@ pub(super) fn endpoints(
         endpoints.push(endpoint);
     }
     Ok(endpoints)
+}
+
+pub(super) fn health(table: &Spanned<FileHealthCheck>) -> Found<HealthCheck> {
+    let file = table.get_ref();
+    let path = required(table.span(), &file.path, "path")?;
+    let in_a_row = |number| rules::within(number, IN_A_ROW);
+    Ok(HealthCheck {
+        path: rules::health_path(path.get_ref()).at(path.span())?,
+        interval: positive(&file.interval, 5_000)?,
+        timeout: positive(&file.timeout, 2_000)?,
+        healthy: or(&file.healthy, 2, in_a_row)?,
+        unhealthy: or(&file.unhealthy, 3, in_a_row)?,
+        statuses: statuses(&file.statuses)?.unwrap_or_default(),
+    })
+}
+
+pub(super) fn ejection(table: &Spanned<FileEjection>) -> Found<Ejection> {
+    let file = table.get_ref();
+    let usual = [502, 503, 504].map(|status| StatusCode::from_u16(status).expect("a status"));
+    let time = positive(&file.time, 10_000)?;
+    let max_time = positive(&file.max_time, 5 * 60_000)?;
+    if max_time < time {
+        let longest = file.max_time.as_ref().or(file.time.as_ref());
+        let place = longest.map_or(table.span(), Spanned::span);
+        return Err(Problem::new(place, "max_time must be no shorter than time"));
+    }
+    Ok(Ejection {
+        failures: or(&file.failures, 5, |number| rules::within(number, IN_A_ROW))?,
+        statuses: statuses(&file.statuses)?.unwrap_or(usual.to_vec()),
+        time,
+        max_time,
+        share: or(&file.share, 0.5, rules::share)?,
+    })
+}
+
+fn statuses(file: &Option<Vec<Spanned<i64>>>) -> Found<Option<Vec<StatusCode>>> {
+    let all = file.as_ref().map(|all| {
+        all.iter().map(|status| rules::status(*status.get_ref()).at(status.span())).collect()
+    });
+    all.transpose()
 }

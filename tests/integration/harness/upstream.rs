@@ -1,7 +1,10 @@
 use std::{
     collections::HashMap,
     net::SocketAddr,
-    sync::{Arc, Mutex},
+    sync::{
+        Arc, Mutex,
+        atomic::{AtomicU16, Ordering},
+    },
     time::Duration,
 };
 
@@ -37,6 +40,7 @@ use super::within;
 ///   without `bytes`, the number of requests so far; `&status=404` with another status, `&cut=1` without the last byte
 /// - `/upgrade` answers 101 and sends back what comes, until its peer ends its half; with `&gate=1` it then waits for the gate and
 ///   says `bye`
+/// - `/health` answers with the status of [`Upstream::feel`], and counts for nothing
 /// - `/headers` answers with the request's head as a JSON array of lines
 ///
 /// `&name=x` gives a request a gate of its own.
@@ -57,6 +61,8 @@ struct Counts {
 struct State {
     counts: watch::Sender<Counts>,
     gates: Mutex<HashMap<String, Arc<Semaphore>>>,
+    /// 0 for 200.
+    health: AtomicU16,
 }
 
 impl Upstream {
@@ -131,6 +137,11 @@ impl Upstream {
         let mut counts = self.state.counts.subscribe();
         let what = format!("{what} (now {:?})", *counts.borrow());
         within(&what, counts.wait_for(done)).await.unwrap();
+    }
+
+    /// What `/health` says from now on.
+    pub(crate) fn feel(&self, status: u16) {
+        self.state.health.store(status, Ordering::Relaxed);
     }
 
     /// Lets this many more answers or events through the common gate.
@@ -224,8 +235,8 @@ async fn connection(stream: TcpStream, state: &State) -> io::Result<()> {
     let mut input = Input { reader, buffer: Vec::new() };
     loop {
         let head = input.until(b"\r\n\r\n").await?;
-        let in_flight = InFlight::new(state);
         let mut request = Request::parse(String::from_utf8_lossy(&head).into_owned());
+        let in_flight = (request.path != "/health").then(|| InFlight::new(state));
         request.body = input.body(&request).await?;
         if request.path == "/upgrade" {
             return tunnel(&request, input, writer, state).await;
@@ -320,7 +331,7 @@ struct Answer<'a> {
     state: &'a State,
     request: &'a Request,
     writer: &'a mut OwnedWriteHalf,
-    in_flight: InFlight<'a>,
+    in_flight: Option<InFlight<'a>>,
 }
 
 impl Answer<'_> {
@@ -361,6 +372,10 @@ impl Answer<'_> {
             }
             "/big" => self.whole(200, &vec![b'x'; request.number("bytes")]).await,
             "/say" => self.say().await,
+            "/health" => {
+                let status = self.state.health.load(Ordering::Relaxed).max(200);
+                self.whole(status, b"").await
+            }
             "/headers" => {
                 let lines: Vec<&str> = request.head.trim_end().lines().collect();
                 let json = serde_json::to_vec(&lines).unwrap();

@@ -1,0 +1,234 @@
+//! Which endpoints are fit to serve: asked by us (`health`), and judged by what becomes of requests (`ejection`).
+//!
+//! An endpoint is out while it is unhealthy or ejected. Where all are out all are used: bad answers for some are better than none
+//! for anybody, and the checks may be what is wrong.
+
+use std::{
+    future::poll_fn,
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError, Weak,
+        atomic::{AtomicBool, AtomicU32, Ordering},
+    },
+    time::Duration,
+};
+
+use http::{
+    HeaderValue, Request, Uri,
+    header::{CONNECTION, HOST, USER_AGENT},
+};
+use http_body_util::{BodyExt, Limited};
+use tokio::time::Instant;
+
+use super::{
+    Line, Sent,
+    endpoints::{Busy, Endpoint},
+};
+use crate::{
+    body::BoxError,
+    config::{Ejection, HealthCheck},
+    upload::Outgoing,
+};
+
+/// What of an answer to a check is read.
+const LONGEST_ANSWER: usize = 64 * 1024;
+
+/// How an endpoint does.
+#[derive(Debug, Default)]
+pub(super) struct Standing {
+    /// Requests in a row that came to nothing.
+    failures: AtomicU32,
+    /// What follows from the notes.
+    is_out: AtomicBool,
+    notes: Mutex<Notes>,
+}
+
+#[derive(Debug, Default)]
+struct Notes {
+    is_unhealthy: bool,
+    is_ejected: bool,
+    /// How often in a row, without as long a stay in between as the last ejection was.
+    ejections: u32,
+    /// When it came back, and how long it had been out.
+    back: Option<(Instant, Duration)>,
+}
+
+// === impl Standing ===
+
+impl Standing {
+    pub(super) fn is_out(&self) -> bool {
+        self.is_out.load(Ordering::Relaxed)
+    }
+
+    pub(super) fn is_ejected(&self) -> bool {
+        self.lock().is_ejected
+    }
+
+    /// One word for operators.
+    pub(super) fn word(&self) -> &'static str {
+        let notes = self.lock();
+        match (notes.is_unhealthy, notes.is_ejected) {
+            (true, _) => "unhealthy",
+            (false, true) => "ejected",
+            (false, false) => "up",
+        }
+    }
+
+    /// A request was answered.
+    pub(super) fn served(&self) {
+        if self.failures.load(Ordering::Relaxed) != 0 {
+            self.failures.store(0, Ordering::Relaxed);
+        }
+    }
+
+    /// A request came to nothing; says how many have in a row.
+    pub(super) fn failed(&self) -> u32 {
+        self.failures.fetch_add(1, Ordering::Relaxed).saturating_add(1)
+    }
+
+    /// Takes the endpoint out; says for how long, none if it is out already.
+    pub(super) fn eject(&self, ejection: &Ejection, now: Instant) -> Option<Duration> {
+        let mut notes = self.lock();
+        if notes.is_ejected {
+            return None;
+        }
+        let was_good = notes.back.is_none_or(|(since, out)| now - since >= out);
+        notes.ejections = if was_good { 1 } else { notes.ejections.saturating_add(1) };
+        let doubled = ejection.time.saturating_mul(2u32.saturating_pow(notes.ejections - 1));
+        // Not all instances let it back in at the same time.
+        let time = doubled.min(ejection.max_time).mul_f64(1.0 + fastrand::f64() / 4.0);
+        notes.is_ejected = true;
+        notes.back = Some((now + time, time));
+        self.settle(&notes);
+        Some(time)
+    }
+
+    /// Lets it in again.
+    pub(super) fn come_back(&self) {
+        let mut notes = self.lock();
+        notes.is_ejected = false;
+        self.failures.store(0, Ordering::Relaxed);
+        self.settle(&notes);
+    }
+
+    /// What the checks say; true if that is news.
+    fn set_unhealthy(&self, is_unhealthy: bool) -> bool {
+        let mut notes = self.lock();
+        let was = std::mem::replace(&mut notes.is_unhealthy, is_unhealthy);
+        self.settle(&notes);
+        was != is_unhealthy
+    }
+
+    fn settle(&self, notes: &Notes) {
+        self.is_out.store(notes.is_unhealthy || notes.is_ejected, Ordering::Relaxed);
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Notes> {
+        self.notes.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+// === checks ===
+
+/// Asks an endpoint for as long as it exists.
+pub(super) async fn check_for_ever(endpoint: Weak<Endpoint>, check: HealthCheck) {
+    let (mut good, mut bad) = (0, 0);
+    loop {
+        let Some(asked) = endpoint.upgrade() else {
+            return;
+        };
+        let answer = tokio::time::timeout(check.timeout, ask(&asked, &check)).await;
+        match answer.map_err(BoxError::from).flatten() {
+            Ok(()) => {
+                (good, bad) = (good + 1, 0);
+                if good >= check.healthy && asked.standing.set_unhealthy(false) {
+                    let (upstream, endpoint) = asked.names();
+                    tracing::info!(upstream, endpoint, addr = %asked.addr, "an endpoint is healthy");
+                }
+            }
+            Err(error) => {
+                (good, bad) = (0, bad + 1);
+                if bad >= check.unhealthy && asked.standing.set_unhealthy(true) {
+                    let (upstream, endpoint) = asked.names();
+                    tracing::warn!(upstream, endpoint, addr = %asked.addr, %error, "an endpoint is unhealthy");
+                }
+            }
+        }
+        drop(asked);
+        // Not all instances ask at the same time.
+        tokio::time::sleep(check.interval.mul_f64(0.9 + fastrand::f64() / 5.0)).await;
+    }
+}
+
+/// Over a connection of its own: an endpoint that takes no new ones isn't well. It takes no slot.
+async fn ask(endpoint: &Arc<Endpoint>, check: &HealthCheck) -> Result<(), BoxError> {
+    let mut request = Request::new(Outgoing::Empty);
+    *request.uri_mut() = Uri::from(check.path.clone());
+    let headers = request.headers_mut();
+    headers.insert(HOST, endpoint.authority());
+    headers.insert(USER_AGENT, HeaderValue::from_static("tidegate-health"));
+    headers.insert(CONNECTION, HeaderValue::from_static("close"));
+    let mut sent = Sent::afresh(Busy::new(endpoint), request);
+    let (response, link) =
+        poll_fn(|cx| sent.poll(cx)).await.map_err(|error| BoxError::from(error.cause))?;
+    let line = Line::new(sent.busy(), link);
+    let (head, body) = response.into_parts();
+    let ended = Limited::new(body, LONGEST_ANSWER).collect().await;
+    line.open().close();
+    ended?;
+    match check.is_good(head.status) {
+        true => Ok(()),
+        false => Err(format!("it answered {}", head.status.as_u16()).into()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const EJECTION: Ejection = Ejection {
+        failures: 3,
+        statuses: Vec::new(),
+        time: Duration::from_secs(10),
+        max_time: Duration::from_secs(60),
+        share: 0.5,
+    };
+
+    fn is_about(time: Option<Duration>, seconds: u64) -> bool {
+        let base = Duration::from_secs(seconds);
+        time.is_some_and(|time| (base..=base * 5 / 4).contains(&time))
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn each_ejection_is_longer_until_it_was_in_for_as_long_as_out() {
+        let standing = Standing::default();
+        for seconds in [10, 20, 40, 60, 60] {
+            let time = standing.eject(&EJECTION, Instant::now());
+            assert!(is_about(time, seconds), "{time:?} instead of {seconds}");
+            assert_eq!(standing.eject(&EJECTION, Instant::now()), None);
+            assert!(standing.is_out() && standing.word() == "ejected");
+            tokio::time::sleep(time.unwrap()).await;
+            standing.come_back();
+            assert!(!standing.is_out() && standing.word() == "up");
+        }
+        tokio::time::sleep(Duration::from_secs(76)).await;
+        assert!(is_about(standing.eject(&EJECTION, Instant::now()), 10));
+    }
+
+    #[test]
+    fn failures_count_in_a_row() {
+        let standing = Standing::default();
+        assert_eq!((standing.failed(), standing.failed()), (1, 2));
+        standing.served();
+        assert_eq!(standing.failed(), 1);
+    }
+
+    #[test]
+    fn who_is_unhealthy_and_ejected_needs_both_to_end() {
+        let standing = Standing::default();
+        assert!(standing.set_unhealthy(true) && !standing.set_unhealthy(true));
+        assert!(standing.eject(&EJECTION, Instant::now()).is_some());
+        standing.come_back();
+        assert!(standing.is_out());
+        assert!(standing.set_unhealthy(false) && !standing.is_out());
+    }
+}
