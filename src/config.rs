@@ -241,6 +241,10 @@ pub struct Upstream {
     pub resolve_interval: Duration,
     /// How long a connection may be used for new requests.
     pub max_connection_age: Duration,
+    /// Whether HTTP/2 is spoken to it: as TLS agrees on, or without asking.
+    pub http2: bool,
+    /// How often a connection of HTTP/2 is asked whether it is still there.
+    pub ping_interval: Option<Duration>,
     /// Whether its endpoints are asked how they are.
     pub health: Option<HealthCheck>,
     /// Whether those that fail get no requests for a time.

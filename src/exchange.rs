@@ -18,18 +18,18 @@ use std::{
 use bytes::Bytes;
 use http::Response;
 use http_body::{Body, Frame};
-use hyper::body::Incoming;
 use tokio::{runtime::Handle, time::Instant};
 use uuid::Uuid;
 
 use crate::{
     admission::Permit,
+    body::BoxError,
     gauge::Share,
     leases::Guard,
     reason::Reason,
     registry::Registry,
     upload::Upload,
-    upstream::{Cause, Line, Open, Sent, Spare, Unanswered, Upstream},
+    upstream::{Cause, Incoming, Line, Open, Sent, Spare, Unanswered, Upstream},
 };
 
 mod owner;
@@ -74,7 +74,7 @@ pub(crate) struct Failure {
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum Broken {
     #[error("the upstream broke off: {0}")]
-    Upstream(hyper::Error),
+    Upstream(BoxError),
     #[error("cut: {}", .0.as_str())]
     Cut(Reason),
 }

@@ -7,7 +7,6 @@ use http::{
     header::HOST,
     uri::{InvalidUri, PathAndQuery},
 };
-use hyper::body::Incoming;
 use tokio::time::Instant;
 
 use crate::{
@@ -17,6 +16,7 @@ use crate::{
 
 mod connect;
 mod endpoints;
+mod h2;
 mod health;
 mod line;
 mod pool;
@@ -24,12 +24,13 @@ mod resolve;
 mod tls;
 
 pub(crate) use endpoints::{Busy, EntryState};
-pub(crate) use line::{Line, Open, Sent, Spare, Unanswered};
+pub(crate) use line::{Answer, Incoming, Line, Open, Sent, Spare, Unanswered};
 pub(crate) use pool::Cause;
 
 use connect::UpstreamConn;
 use endpoints::Endpoints;
-use pool::{Link, Pool, SendError};
+use line::Failed;
+use pool::Pool;
 
 /// An upstream, ready to be called.
 #[derive(Debug)]
@@ -44,6 +45,8 @@ pub(crate) struct Upstream {
     pub(crate) idle_timeout: Duration,
     pub(crate) linger: Duration,
     pub(crate) finishes: bool,
+    /// Whether it is spoken to in HTTP/2, which has no tunnels.
+    pub(crate) http2: bool,
     pub(crate) tunnel_timeout: Duration,
     pub(crate) set_headers: HeaderRules,
 }
@@ -68,6 +71,7 @@ impl Upstream {
             idle_timeout: config.idle_timeout,
             linger: config.linger,
             finishes: config.on_client_gone == OnClientGone::Finish,
+            http2: config.http2,
             tunnel_timeout: config.tunnel_timeout,
             set_headers: config.set_headers.clone(),
         }
@@ -124,14 +128,14 @@ impl Upstream {
     pub(crate) fn settle(
         &self,
         sent: Sent,
-        answer: Result<(Response<Incoming>, Link), SendError>,
+        answer: Answer,
         upload: Option<&Upload>,
     ) -> Result<(Response<Incoming>, Line), Unanswered> {
         let busy = sent.busy();
-        let SendError { cause, conn, spare } = match answer {
-            Ok((response, link)) => {
+        let Failed { cause, on, spare } = match answer {
+            Ok((response, on)) => {
                 self.endpoints.note(&busy, Some(response.status()));
-                return Ok((response, Line::new(busy, link)));
+                return Ok((response, Line::new(busy, on)));
             }
             Err(error) => error,
         };
@@ -148,7 +152,7 @@ impl Upstream {
             };
             Some(Box::new(Spare { busy, request: *request }))
         });
-        Err(Unanswered { cause, open: conn.map(|conn| Open::new(busy, conn)), spare })
+        Err(Unanswered { cause, open: on.map(|on| Open::new(busy, on)), spare })
     }
 }
 
@@ -168,6 +172,8 @@ pub(crate) mod tests {
             endpoints: vec![endpoint.parse().unwrap()],
             resolve_interval: Duration::from_secs(30),
             max_connection_age: Duration::from_secs(300),
+            http2: false,
+            ping_interval: None,
             health: None,
             ejection: None,
             limits: Vec::new(),

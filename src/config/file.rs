@@ -196,6 +196,8 @@ pub(super) struct FileUpstream {
     pub(super) endpoints: Option<Spanned<Vec<Spanned<String>>>>,
     pub(super) resolve_interval: Option<Spanned<FileDuration>>,
     pub(super) max_connection_age: Option<Spanned<FileDuration>>,
+    pub(super) http2: Option<Spanned<bool>>,
+    pub(super) ping_interval: Option<Spanned<FileDuration>>,
     pub(super) health: Option<Spanned<FileHealthCheck>>,
     pub(super) ejection: Option<Spanned<FileEjection>>,
     pub(super) limits: Option<Vec<Spanned<String>>>,

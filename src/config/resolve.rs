@@ -228,6 +228,7 @@ fn upstream(
     rules::name(name.get_ref()).at(name.span())?;
     let endpoints = required(name.span(), &file.endpoints, "endpoints")?;
     let endpoints = endpoints::endpoints(endpoints, admin.listen)?;
+    let http2 = file.http2.as_ref().is_some_and(|http2| *http2.get_ref());
     let is_https = endpoints[0].scheme() == Some(&Scheme::HTTPS);
     Ok(Upstream {
         name: Arc::from(name.get_ref().as_str()),
@@ -235,6 +236,8 @@ fn upstream(
         endpoints,
         resolve_interval: positive(&file.resolve_interval, 30_000)?,
         max_connection_age: positive(&file.max_connection_age, 5 * 60_000)?,
+        http2,
+        ping_interval: endpoints::ping_interval(&file.ping_interval, http2)?,
         health: file.health.as_ref().map(endpoints::health).transpose()?,
         ejection: file.ejection.as_ref().map(endpoints::ejection).transpose()?,
         limits: references(&file.limits, limits, "limit")?,

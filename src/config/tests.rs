@@ -202,6 +202,11 @@ const BAD_HEADS: &[(&str, &str)] = &[
         "3:21: upstreams.a.ejection.time: max_time must be no shorter than time",
     ),
     (
+        "[upstreams.a]\nendpoints = [\"http://a\"]\nping_interval = \"10s\"",
+        "3:17: upstreams.a.ping_interval: needs http2 = true",
+    ),
+    ("[upstreams.a]\nendpoints = [\"http://a\"]\nhttp2 = \"yes\"", "3:9: upstreams.a.http2: "),
+    (
         "[upstreams.a]\nendpoints = [\"a:80\"]",
         "2:14: upstreams.a.endpoints[0]: must begin with http:// or https://",
     ),

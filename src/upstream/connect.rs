@@ -19,7 +19,7 @@ use std::{
 
 use futures_util::task::AtomicWaker;
 use http::Uri;
-use hyper_rustls::{HttpsConnector, HttpsConnectorBuilder, MaybeHttpsStream};
+use hyper_rustls::{HttpsConnector, MaybeHttpsStream};
 use hyper_util::{
     client::legacy::connect::{Connected, Connection},
     rt::TokioIo,
@@ -37,7 +37,7 @@ use crate::body::BoxError;
 /// Connects within a bound on TCP and TLS together.
 #[derive(Clone)]
 pub(crate) struct Connector {
-    https: Arc<HttpsConnector<Tcp>>,
+    https: HttpsConnector<Tcp>,
     endpoint: Uri,
     timeout: Duration,
 }
@@ -91,6 +91,10 @@ impl UpstreamConn {
         }
     }
 
+    pub(super) fn is_closed(&self) -> bool {
+        self.closed.load(Ordering::Acquire)
+    }
+
     /// Notes that a response began.
     pub(crate) fn answered(&self) {
         self.reused.store(true, Ordering::Relaxed);
@@ -131,18 +135,21 @@ impl Connector {
         endpoint: Uri,
         addr: SocketAddr,
         timeout: Duration,
-        tls: ClientConfig,
+        tls: Arc<ClientConfig>,
     ) -> Self {
-        let https = HttpsConnectorBuilder::new()
-            .with_tls_config(tls)
-            .https_or_http()
-            .enable_http1()
-            .wrap_connector(Tcp(addr));
-        Self { https: Arc::new(https), endpoint, timeout }
+        Self { https: HttpsConnector::from((Tcp(addr), tls)), endpoint, timeout }
+    }
+
+    pub(super) fn endpoint(&self) -> &Uri {
+        &self.endpoint
+    }
+
+    pub(super) fn timeout(&self) -> Duration {
+        self.timeout
     }
 
     pub(super) async fn connect(&self) -> Result<(Stream, Arc<UpstreamConn>), BoxError> {
-        let connecting = HttpsConnector::clone(&self.https).call(self.endpoint.clone());
+        let connecting = self.https.clone().call(self.endpoint.clone());
         let stream = tokio::time::timeout(self.timeout, connecting).await??;
         let mut extras = http::Extensions::new();
         stream.connected().get_extras(&mut extras);

@@ -21,6 +21,7 @@ use tokio::{runtime::Handle, sync::watch, time::Instant};
 use super::{
     Pool,
     connect::Connector,
+    h2::{self, Trunks},
     health::{self, Standing},
     resolve::{self, Name},
     tls,
@@ -34,7 +35,9 @@ pub(crate) struct Endpoints {
     /// The endpoint, where there is one and it can't change.
     only: Option<Arc<Endpoint>>,
     known: watch::Sender<Known>,
-    tls: ClientConfig,
+    tls: Arc<ClientConfig>,
+    http2: bool,
+    ping_interval: Option<Duration>,
     connect_timeout: Duration,
     max_connection_age: Duration,
     health: Option<HealthCheck>,
@@ -58,13 +61,22 @@ struct Entry {
 /// One address of an upstream.
 #[derive(Debug)]
 pub(crate) struct Endpoint {
-    pub(super) pool: Arc<Pool>,
+    pub(super) way: Way,
     /// What it stands for.
     entry: Arc<Entry>,
     pub(super) addr: SocketAddr,
     /// Requests in flight.
     load: AtomicUsize,
     pub(super) standing: Standing,
+}
+
+/// How requests get to an endpoint.
+#[derive(Debug)]
+pub(super) enum Way {
+    /// Each over a connection of its own, for that time.
+    H1(Arc<Pool>),
+    /// Over connections that they share.
+    H2(Arc<Trunks>),
 }
 
 /// An endpoint that has a request to serve for as long as this lives.
@@ -132,12 +144,15 @@ impl Endpoints {
             let ejections = AtomicU64::new(0);
             Arc::new(Entry { upstream, uri: uri.clone(), host: host(uri), ejections })
         };
+        let alpn: &[&[u8]] = if config.http2 { &[h2::ALPN] } else { &[] };
         let is_tls = config.endpoints[0].scheme() == Some(&Scheme::HTTPS);
         Self {
             entries: config.endpoints.iter().map(entry).collect(),
             only: None,
             known: watch::Sender::default(),
-            tls: tls::config(is_tls, &config.tls),
+            tls: Arc::new(tls::config(is_tls, &config.tls, alpn)),
+            http2: config.http2,
+            ping_interval: config.ping_interval,
             connect_timeout: config.connect_timeout,
             max_connection_age: config.max_connection_age,
             health: config.health.clone(),
@@ -256,9 +271,13 @@ impl Endpoints {
     fn endpoint(&self, entry: usize, addr: SocketAddr) -> Arc<Endpoint> {
         let entry = Arc::clone(&self.entries[entry]);
         let uri = entry.uri.clone();
-        let connector = Connector::new(uri, addr, self.connect_timeout, self.tls.clone());
+        let connector = Connector::new(uri, addr, self.connect_timeout, Arc::clone(&self.tls));
+        let way = match self.http2 {
+            false => Way::H1(Pool::start(connector, self.max_connection_age)),
+            true => Way::H2(Trunks::start(connector, self.max_connection_age, self.ping_interval)),
+        };
         let endpoint = Arc::new(Endpoint {
-            pool: Pool::start(connector, self.max_connection_age),
+            way,
             entry,
             addr,
             load: AtomicUsize::new(0),
@@ -336,6 +355,14 @@ impl Endpoint {
     /// The upstream's name, and the endpoint's as configured.
     pub(super) fn names(&self) -> (&str, &str) {
         self.entry.names()
+    }
+
+    /// The connections for HTTP/1.1.
+    pub(super) fn pool(&self) -> &Pool {
+        match &self.way {
+            Way::H1(pool) => pool,
+            Way::H2(_) => unreachable!("asked by what this way gave out alone"),
+        }
     }
 
     pub(super) fn authority(&self) -> HeaderValue {

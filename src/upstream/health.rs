@@ -159,7 +159,7 @@ pub(super) async fn check_for_ever(endpoint: Weak<Endpoint>, check: HealthCheck)
     }
 }
 
-/// Over a connection of its own: an endpoint that takes no new ones isn't well. It takes no slot.
+/// Takes no slot.
 async fn ask(endpoint: &Arc<Endpoint>, check: &HealthCheck) -> Result<(), BoxError> {
     let mut request = Request::new(Outgoing::Empty);
     *request.uri_mut() = Uri::from(check.path.clone());
@@ -167,10 +167,10 @@ async fn ask(endpoint: &Arc<Endpoint>, check: &HealthCheck) -> Result<(), BoxErr
     headers.insert(HOST, endpoint.authority());
     headers.insert(USER_AGENT, HeaderValue::from_static("tidegate-health"));
     headers.insert(CONNECTION, HeaderValue::from_static("close"));
-    let mut sent = Sent::afresh(Busy::new(endpoint), request);
-    let (response, link) =
-        poll_fn(|cx| sent.poll(cx)).await.map_err(|error| BoxError::from(error.cause))?;
-    let line = Line::new(sent.busy(), link);
+    let mut sent = Sent::probe(Busy::new(endpoint), request);
+    let (response, on) =
+        poll_fn(|cx| sent.poll(cx)).await.map_err(|failed| BoxError::from(failed.cause))?;
+    let line = Line::new(sent.busy(), on);
     let (head, body) = response.into_parts();
     let ended = Limited::new(body, LONGEST_ANSWER).collect().await;
     line.open().close();

@@ -1,40 +1,55 @@
-//! A request at its endpoint: on its way there, then the connection its answer comes over, then what ends it.
+//! A request at its endpoint: on its way there, then what its answer comes over, then what ends it. Over HTTP/1.1 that is a
+//! connection, over HTTP/2 a stream.
 
 use std::{
+    pin::Pin,
     sync::Arc,
-    task::{Context, Poll},
+    task::{Context, Poll, ready},
 };
 
+use bytes::Bytes;
 use http::{Request, Response};
-use hyper::body::Incoming;
+use http_body::{Body, Frame, SizeHint};
 use tokio::time::Instant;
 
 use super::{
     UpstreamConn,
-    endpoints::Busy,
+    endpoints::{Busy, Way},
+    h2,
     pool::{self, Cause, Link, SendError},
 };
-use crate::upload::Outgoing;
+use crate::{body::BoxError, upload::Outgoing};
 
 /// A request on its way.
 #[derive(Debug)]
 pub(crate) struct Sent {
     busy: Busy,
-    way: pool::Sent,
+    on: On<pool::Sent, h2::Sent>,
 }
 
 /// What an answer comes over.
 #[derive(Debug)]
 pub(crate) struct Line {
     busy: Busy,
-    link: Link,
+    on: On<Link, h2::Stream>,
 }
 
-/// What must be closed before the upstream knows that nobody waits for it.
+/// What must end before the upstream knows that nobody waits for it.
 #[derive(Debug)]
 pub(crate) struct Open {
     _busy: Busy,
-    conn: Arc<UpstreamConn>,
+    on: On<Arc<UpstreamConn>, h2::Stream>,
+}
+
+/// An answer's body.
+#[derive(Debug)]
+pub(crate) struct Incoming(On<hyper::body::Incoming, h2::Received>);
+
+/// The same for both protocols.
+#[derive(Debug)]
+pub(crate) enum On<A, B> {
+    H1(A),
+    H2(B),
 }
 
 /// Why there is no response.
@@ -54,32 +69,75 @@ pub(crate) struct Spare {
     pub(super) request: Request<Outgoing>,
 }
 
+/// What came of a request.
+pub(crate) type Answer = Result<(Response<Incoming>, On<Link, h2::Stream>), Failed>;
+
+/// Why there is no response, what the request went to, and the request, if it may be sent once more.
+#[derive(Debug)]
+pub(crate) struct Failed {
+    pub(super) cause: Cause,
+    pub(super) on: Option<On<Arc<UpstreamConn>, h2::Stream>>,
+    pub(super) spare: Option<Box<Request<Outgoing>>>,
+}
+
 // === impl Sent ===
 
 impl Sent {
     /// Over any connection to the endpoint.
     pub(super) fn new(busy: Busy, request: Request<Outgoing>, now: Instant) -> Self {
-        let way = busy.pool.send(request, now);
-        Self { busy, way }
+        let on = match &busy.way {
+            Way::H1(pool) => On::H1(pool.send(request, now)),
+            Way::H2(trunks) => On::H2(h2::Sent::new(trunks, request, false)),
+        };
+        Self { busy, on }
     }
 
     /// Over a new connection.
     pub(super) fn afresh(busy: Busy, request: Request<Outgoing>) -> Self {
-        let way = busy.pool.send_afresh(request);
-        Self { busy, way }
+        let on = match &busy.way {
+            Way::H1(pool) => On::H1(pool.send_afresh(request)),
+            Way::H2(trunks) => On::H2(h2::Sent::new(trunks, request, true)),
+        };
+        Self { busy, on }
+    }
+
+    /// Asks how the endpoint is. It isn't well if it takes no new connection, where requests need one.
+    pub(super) fn probe(busy: Busy, request: Request<Outgoing>) -> Self {
+        match &busy.way {
+            Way::H1(_) => Self::afresh(busy, request),
+            Way::H2(_) => Self::new(busy, request, Instant::now()),
+        }
     }
 
     /// Waits for the head of the response. What it comes over comes with it.
-    pub(crate) fn poll(
-        &mut self,
-        cx: &mut Context<'_>,
-    ) -> Poll<Result<(Response<Incoming>, Link), SendError>> {
-        self.way.poll(&self.busy.pool, cx)
+    pub(crate) fn poll(&mut self, cx: &mut Context<'_>) -> Poll<Answer> {
+        Poll::Ready(match &mut self.on {
+            On::H1(sent) => match ready!(sent.poll(self.busy.pool(), cx)) {
+                Ok((response, link)) => {
+                    Ok((response.map(|body| Incoming(On::H1(body))), On::H1(link)))
+                }
+                Err(SendError { cause, conn, spare }) => {
+                    Err(Failed { cause, on: conn.map(On::H1), spare })
+                }
+            },
+            On::H2(sent) => match ready!(sent.poll(cx)) {
+                Ok((response, stream)) => {
+                    Ok((response.map(|body| Incoming(On::H2(body))), On::H2(stream)))
+                }
+                Err(h2::Failed { cause, stream, spare }) => {
+                    Err(Failed { cause, on: stream.map(On::H2), spare })
+                }
+            },
+        })
     }
 
     /// What ends it; nothing need while not a byte of it was sent.
     pub(crate) fn open(self) -> Option<Open> {
-        Some(Open { conn: self.way.connection()?, _busy: self.busy })
+        let on = match self.on {
+            On::H1(sent) => On::H1(sent.connection()?),
+            On::H2(sent) => On::H2(sent.into_stream()?),
+        };
+        Some(Open::new(self.busy, on))
     }
 
     pub(super) fn at(&self) -> &Busy {
@@ -94,39 +152,86 @@ impl Sent {
 // === impl Line ===
 
 impl Line {
-    pub(super) fn new(busy: Busy, link: Link) -> Self {
-        Self { busy, link }
-    }
-
-    /// The answer was read to its end.
-    pub(crate) fn put(self) {
-        self.busy.pool.put(self.link);
+    pub(super) fn new(busy: Busy, on: On<Link, h2::Stream>) -> Self {
+        Self { busy, on }
     }
 
     /// Notes that a response began.
     pub(crate) fn answered(&self) {
-        self.link.conn.answered();
+        match &self.on {
+            On::H1(link) => link.conn.answered(),
+            On::H2(stream) => stream.answered(),
+        }
+    }
+
+    /// The answer was read to its end.
+    pub(crate) fn put(self) {
+        match self.on {
+            On::H1(link) => self.busy.pool().put(link),
+            On::H2(stream) => drop(stream),
+        }
     }
 
     pub(crate) fn open(self) -> Open {
-        Open { conn: self.link.conn, _busy: self.busy }
+        let on = match self.on {
+            On::H1(link) => On::H1(link.conn),
+            On::H2(stream) => On::H2(stream),
+        };
+        Open::new(self.busy, on)
     }
 }
 
 // === impl Open ===
 
 impl Open {
-    pub(super) fn new(busy: Busy, conn: Arc<UpstreamConn>) -> Self {
-        Self { conn, _busy: busy }
+    pub(super) fn new(busy: Busy, on: On<Arc<UpstreamConn>, h2::Stream>) -> Self {
+        Self { _busy: busy, on }
     }
 
     /// Has the upstream told, as soon as may be.
     pub(crate) fn close(&self) {
-        self.conn.abort();
+        match &self.on {
+            On::H1(conn) => conn.abort(),
+            On::H2(stream) => stream.stop(),
+        }
     }
 
     /// Waits until it was.
     pub(crate) async fn closed(self) {
-        self.conn.closed().await;
+        match self.on {
+            On::H1(conn) => conn.closed().await,
+            On::H2(stream) => stream.reset().await,
+        }
+    }
+}
+
+// === impl Incoming ===
+
+impl Body for Incoming {
+    type Data = Bytes;
+    type Error = BoxError;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, BoxError>>> {
+        match &mut self.0 {
+            On::H1(body) => Pin::new(body).poll_frame(cx).map_err(Into::into),
+            On::H2(body) => Pin::new(body).poll_frame(cx).map_err(Into::into),
+        }
+    }
+
+    fn is_end_stream(&self) -> bool {
+        match &self.0 {
+            On::H1(body) => body.is_end_stream(),
+            On::H2(body) => body.is_end_stream(),
+        }
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        match &self.0 {
+            On::H1(body) => body.size_hint(),
+            On::H2(body) => body.size_hint(),
+        }
     }
 }

@@ -74,7 +74,7 @@ pub(crate) enum Cause {
     #[error("can't connect: {0}")]
     Connect(BoxError),
     #[error("the connection broke: {0}")]
-    Broken(hyper::Error),
+    Broken(BoxError),
 }
 
 enum Stage {
@@ -280,7 +280,7 @@ impl Sent {
 
     fn broken(&mut self, link: Link, error: hyper::Error) -> SendError {
         let spare = self.spare.take().filter(|_| link.conn.was_stale());
-        SendError { cause: Cause::Broken(error), conn: Some(link.conn), spare }
+        SendError { cause: Cause::Broken(error.into()), conn: Some(link.conn), spare }
     }
 }
 

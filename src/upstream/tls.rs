@@ -21,7 +21,7 @@ use rustls::{
 use crate::config::UpstreamTls;
 
 /// Without TLS the system's roots aren't read at all.
-pub(super) fn config(is_used: bool, settings: &UpstreamTls) -> ClientConfig {
+pub(super) fn config(is_used: bool, settings: &UpstreamTls, alpn: &[&[u8]]) -> ClientConfig {
     let provider = Arc::new(aws_lc_rs::default_provider());
     let builder = ClientConfig::builder_with_provider(Arc::clone(&provider))
         .with_safe_default_protocol_versions()
@@ -33,11 +33,13 @@ pub(super) fn config(is_used: bool, settings: &UpstreamTls) -> ClientConfig {
     } else {
         trusting_the_system(builder, is_used)
     };
-    match &settings.identity {
+    let mut config = match &settings.identity {
         Some(identity) => builder
             .with_client_cert_resolver(Arc::new(SingleCertAndKey::from(identity.certified()))),
         None => builder.with_no_client_auth(),
-    }
+    };
+    config.alpn_protocols = alpn.iter().map(|name| name.to_vec()).collect();
+    config
 }
 
 fn trusting_the_system(

@@ -8,6 +8,7 @@ use std::{
 };
 
 mod client;
+mod h2_upstream;
 mod proxy;
 mod redis;
 mod relay;
@@ -16,6 +17,7 @@ mod self_test;
 mod upstream;
 
 pub(crate) use client::{Answer, Client, H2, Raw, get};
+pub(crate) use h2_upstream::{First, H2Upstream, Settings};
 pub(crate) use proxy::{Conf, Proxy, Reload, config_file, one_limit, run_to_end};
 pub(crate) use redis::{Redis, Sentinels};
 pub(crate) use relay::Relay;

@@ -26,6 +26,7 @@ mod http_identity;
 mod http_rules;
 mod http_tls;
 mod http_tunnel;
+mod http_upstream_h2;
 mod leaks;
 mod limit_change;
 mod rates;

@@ -1,6 +1,6 @@
 //! Where an upstream is, and whether it is well there.
 
-use std::{net::SocketAddr, ops::RangeInclusive};
+use std::{net::SocketAddr, ops::RangeInclusive, time::Duration};
 
 use http::{StatusCode, Uri};
 use toml::Spanned;
@@ -9,7 +9,7 @@ use super::{At, Found, or, positive, required};
 use crate::config::{
     Ejection, HealthCheck,
     error::Problem,
-    file::{FileEjection, FileHealthCheck},
+    file::{FileDuration, FileEjection, FileHealthCheck},
     rules,
 };
 
@@ -35,6 +35,20 @@ pub(super) fn endpoints(
         endpoints.push(endpoint);
     }
     Ok(endpoints)
+}
+
+/// None for never, which is what "0s" says as well.
+pub(super) fn ping_interval(
+    file: &Option<Spanned<FileDuration>>,
+    http2: bool,
+) -> Found<Option<Duration>> {
+    let Some(interval) = file else {
+        return Ok(None);
+    };
+    if !http2 {
+        return Err(Problem::new(interval.span(), "needs http2 = true"));
+    }
+    Ok(Some(interval.get_ref().0).filter(|interval| !interval.is_zero()))
 }
 
 pub(super) fn health(table: &Spanned<FileHealthCheck>) -> Found<HealthCheck> {

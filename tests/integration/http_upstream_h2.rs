@@ -1,0 +1,271 @@
+//! Upstreams that are spoken to in HTTP/2: one stream is cut, refused or slow, and the others don't notice.
+
+use std::sync::Arc;
+
+use bytes::Bytes;
+use http::Method;
+use rcgen::generate_simple_self_signed;
+use tokio_rustls::{
+    TlsAcceptor,
+    rustls::{ServerConfig, crypto::aws_lc_rs, pki_types::PrivateKeyDer},
+};
+
+use crate::harness::{
+    Client, Conf, First, H2, H2Upstream, Proxy, Raw, Settings, Upstream, eventually, one_limit,
+    within,
+};
+
+async fn conf(upstream: &H2Upstream, slots: u32) -> Conf {
+    let conf = one_limit(&Upstream::spawn().await, slots).endpoint(upstream.url());
+    conf.upstream("http2 = true\nlinger = \"0s\"")
+}
+
+async fn front(upstream: &H2Upstream, slots: u32) -> Proxy {
+    Proxy::spawn(&conf(upstream, slots).await).await
+}
+
+async fn with(settings: Settings, slots: u32) -> (H2Upstream, Proxy) {
+    let upstream = H2Upstream::spawn(settings).await;
+    let proxy = front(&upstream, slots).await;
+    (upstream, proxy)
+}
+
+fn gated(proxy: &Proxy, requests: usize) -> Vec<tokio::task::JoinHandle<u16>> {
+    let addr = proxy.addr();
+    let get = || tokio::spawn(async move { Client::new().get(addr, "/gate").await.status });
+    (0..requests).map(|_| get()).collect()
+}
+
+#[tokio::test]
+async fn requests_share_a_connection_and_come_as_http2_wants_them() {
+    let (upstream, proxy) = with(Settings::default(), 50).await;
+    let client = Client::new();
+    let answer =
+        client.get_with(proxy.addr(), "/a%2Fb?q=1", &[("te", "trailers"), ("cookie", "a=1")]).await;
+    let said = String::from_utf8(answer.body.to_vec()).unwrap();
+    let target = format!("GET {0} http://{0}/a%2Fb?q=1\n", upstream.addr());
+    assert!(said.starts_with(&target), "{said}");
+    for absent in ["\nhost:", "\nconnection:", "\ntransfer-encoding:"] {
+        assert!(!said.contains(absent), "{said}");
+    }
+    let requests = gated(&proxy, 40);
+    upstream.wait_current(40).await;
+    upstream.open();
+    for request in requests {
+        assert_eq!(request.await.unwrap(), 200);
+    }
+    assert_eq!((upstream.connections(), upstream.highest()), (1, 40));
+}
+
+#[tokio::test]
+async fn c33_bodies_and_trailers_pass_both_ways() {
+    let (_upstream, proxy) = with(Settings::default(), 2).await;
+    let body = Bytes::from(vec![b'b'; 1_000_000]);
+    for body in [Bytes::new(), Bytes::from_static(b"small"), body] {
+        let answer = Client::new().send(Method::POST, proxy.addr(), "/echo", body.clone()).await;
+        let answer = answer.unwrap();
+        assert_eq!((answer.status, answer.body.len()), (200, body.len()));
+        assert_eq!(answer.body, body);
+    }
+    let mut raw = Raw::connect(proxy.addr()).await;
+    let chunks = "POST /echo HTTP/1.1\r\nhost: h\r\nte: trailers\r\nconnection: te\r\ntransfer-encoding: chunked\r\n\r\n3\r\nabc\r\n0\r\nx-sum: 3\r\n\r\n";
+    raw.write(chunks).await.unwrap();
+    raw.read_until("abc").await;
+    raw.read_until("0\r\n").await;
+    assert_eq!(proxy.limit("llm").await["in_use"], 0);
+}
+
+#[tokio::test]
+async fn tls_agrees_on_http2_or_there_is_no_connection() {
+    let certificate = generate_simple_self_signed(["localhost".to_owned()]).unwrap();
+    for (alpn, reason) in [(&b"h2"[..], ""), (&b"http/1.1"[..], "upstream_connect")] {
+        let key = PrivateKeyDer::try_from(certificate.signing_key.serialize_der()).unwrap();
+        let mut config =
+            ServerConfig::builder_with_provider(Arc::new(aws_lc_rs::default_provider()))
+                .with_safe_default_protocol_versions()
+                .unwrap()
+                .with_no_client_auth()
+                .with_single_cert(vec![certificate.cert.der().clone()], key)
+                .unwrap();
+        config.alpn_protocols = vec![alpn.to_vec()];
+        let tls = Some(TlsAcceptor::from(Arc::new(config)));
+        let upstream = H2Upstream::spawn(Settings { tls, ..Settings::default() }).await;
+        let url = format!("https://localhost:{}", upstream.addr().port());
+        let conf = conf(&upstream, 1).await.endpoint(url.clone());
+        let conf = conf.upstream("http2 = true\ntls = { ca = \"ca.pem\" }");
+        let proxy = Proxy::spawn(&conf.file("ca.pem", certificate.cert.pem())).await;
+        for _ in 0..2 {
+            let answer = Client::new().get(proxy.addr(), "/x").await;
+            assert_eq!(answer.header("tidegate-reason"), reason);
+            assert_eq!(answer.body.starts_with(b"GET localhost"), reason.is_empty());
+        }
+    }
+}
+
+#[tokio::test]
+async fn an_upstream_that_speaks_http1_only_is_told_from_one_that_is_late() {
+    let upstream = Upstream::spawn().await;
+    let conf = one_limit(&upstream, 1).upstream("http2 = true\nconnect_timeout = \"1s\"");
+    let proxy = Proxy::spawn(&conf).await;
+    let answer = Client::new().get(proxy.addr(), "/x").await;
+    assert_eq!((answer.status, answer.header("tidegate-reason")), (502, "upstream_connect"));
+}
+
+#[tokio::test]
+async fn e40_a_slot_is_free_only_when_its_stream_was_reset() {
+    let upstream = H2Upstream::spawn(Settings { most_streams: 1, ..Settings::default() });
+    let upstream = upstream.await;
+    let proxy = front(&upstream, 1).await;
+    for path in ["/gate", "/gate?body=1", "/silent"] {
+        for _ in 0..10 {
+            let mut left = Raw::get(proxy.addr(), path).await;
+            upstream.wait_current(1).await;
+            if path.contains("body") {
+                left.head().await;
+            }
+            let next = tokio::spawn({
+                let addr = proxy.addr();
+                async move { Client::new().get(addr, "/next").await.status }
+            });
+            eventually("the next one waits", async || {
+                let limit = proxy.limit("llm").await;
+                limit["waiting"]["normal"] == 1
+            })
+            .await;
+            left.reset();
+            assert_eq!(next.await.unwrap(), 200);
+        }
+    }
+    // The connection lived through all of it.
+    assert_eq!((upstream.highest(), upstream.connections()), (1, 1));
+    assert_eq!(proxy.limit("llm").await["in_use"], 0);
+}
+
+#[tokio::test]
+async fn e40_whoever_leaves_in_the_middle_of_an_upload_is_reset_too() {
+    let (upstream, proxy) = with(Settings::default(), 1).await;
+    for _ in 0..5 {
+        let mut left = Raw::connect(proxy.addr()).await;
+        let head = "POST /silent HTTP/1.1\r\nhost: h\r\ncontent-length: 9000000\r\n\r\n";
+        left.write(head).await.unwrap();
+        left.write(vec![b'x'; 200_000]).await.unwrap();
+        upstream.wait_current(1).await;
+        left.reset();
+        assert_eq!(Client::new().get(proxy.addr(), "/next").await.status, 200);
+    }
+    assert_eq!((upstream.highest(), upstream.connections()), (1, 1));
+}
+
+#[tokio::test]
+async fn g57_a_request_that_was_not_served_goes_again_once() {
+    let (upstream, proxy) = with(Settings::default(), 1).await;
+    let client = Client::new();
+    for (method, path, total) in [
+        (Method::GET, "/refuse?a", 2),
+        // Not even looked at, so that it may go again.
+        (Method::POST, "/refuse?b", 2),
+    ] {
+        let before = upstream.total();
+        let answer = client.send(method, proxy.addr(), path, "small".into()).await.unwrap();
+        assert_eq!(answer.status, 200);
+        assert_eq!(upstream.total() - before, total);
+    }
+    let before = upstream.total();
+    let answer = client.get(proxy.addr(), "/refuse?always").await;
+    assert_eq!((answer.status, answer.header("tidegate-reason")), (502, "upstream_reset"));
+    assert_eq!(upstream.total() - before, 2);
+    assert_eq!(upstream.highest(), 1);
+
+    let (upstream, proxy) =
+        with(Settings { first: First::SentAway, ..Settings::default() }, 1).await;
+    let answer = client.send(Method::POST, proxy.addr(), "/x", "small".into()).await.unwrap();
+    assert_eq!((answer.status, upstream.connections()), (200, 2));
+    let granted = r#"tidegate_semaphore_acquire_total{limit="llm",result="granted"}"#;
+    assert_eq!(proxy.metric(granted).await, 1.0);
+}
+
+#[tokio::test]
+async fn g57_a_streamed_upload_is_not_sent_again() {
+    let (upstream, proxy) = with(Settings::default(), 1).await;
+    let mut raw = Raw::connect(proxy.addr()).await;
+    let chunks =
+        "POST /refuse?c HTTP/1.1\r\nhost: h\r\ntransfer-encoding: chunked\r\n\r\n3\r\nabc\r\n";
+    raw.write(chunks).await.unwrap();
+    assert!(raw.head().await.contains("tidegate-reason: upstream_reset"));
+    assert_eq!(upstream.total(), 1);
+}
+
+#[tokio::test]
+async fn g58_a_connection_that_answers_no_ping_is_given_up() {
+    let upstream = H2Upstream::spawn(Settings { first: First::Lost, ..Settings::default() });
+    let upstream = upstream.await;
+    let conf = conf(&upstream, 2).await;
+    let proxy = Proxy::spawn(&conf.upstream("http2 = true\nping_interval = \"200ms\"")).await;
+    let answer = Client::new().get(proxy.addr(), "/x").await;
+    assert_eq!((answer.status, answer.header("tidegate-reason")), (502, "upstream_reset"));
+    assert_eq!(Client::new().get(proxy.addr(), "/x").await.status, 200);
+    assert_eq!(upstream.connections(), 2);
+    eventually("all slots are back", async || proxy.limit("llm").await["in_use"] == 0).await;
+}
+
+#[tokio::test]
+async fn g63_a_client_that_reads_nothing_stops_nobody_else() {
+    let (upstream, proxy) = with(Settings::default(), 50).await;
+    // More rounds than the connection's window has room for, if what is dropped kept its part of it.
+    for _ in 0..4 {
+        let mut slow = Vec::new();
+        for _ in 0..40 {
+            let mut raw = Raw::get(proxy.addr(), "/big?bytes=100000000").await;
+            raw.head().await;
+            slow.push(raw);
+        }
+        // Over HTTP/2 as well, where the client's own window is what is full.
+        let mut h2 = H2::connect(proxy.addr()).await;
+        let unread = within("a head", h2.get("/big?bytes=100000000")).await.unwrap();
+        for _ in 0..3 {
+            let answer = Client::new().get(proxy.addr(), "/big?bytes=1000000").await;
+            assert_eq!(answer.body.len(), 1_000_000);
+        }
+        drop((slow, unread));
+        upstream.wait_current(0).await;
+    }
+    assert_eq!(upstream.connections(), 1);
+    eventually("all slots are back", async || proxy.limit("llm").await["in_use"] == 0).await;
+}
+
+#[tokio::test]
+async fn a_full_connection_is_joined_by_another() {
+    let (upstream, proxy) = with(Settings { most_streams: 3, ..Settings::default() }, 20).await;
+    assert_eq!(Client::new().get(proxy.addr(), "/x").await.status, 200);
+    let requests = gated(&proxy, 9);
+    upstream.wait_current(9).await;
+    assert_eq!(upstream.connections(), 3);
+    upstream.open();
+    for request in requests {
+        assert_eq!(request.await.unwrap(), 200);
+    }
+}
+
+#[tokio::test]
+async fn b22_a_long_head_is_relayed_and_one_that_is_too_long_is_a_502() {
+    let (upstream, proxy) = with(Settings::default(), 1).await;
+    let client = Client::new();
+    let answer = client.get(proxy.addr(), "/head?bytes=30000").await;
+    assert_eq!((answer.status, answer.header("x-long").len()), (200, 30_000));
+    let answer = client.get(proxy.addr(), "/head?bytes=200000").await;
+    assert_eq!((answer.status, answer.header("tidegate-reason")), (502, "upstream_reset"));
+    assert_eq!(client.get(proxy.addr(), "/x").await.status, 200);
+    assert_eq!(upstream.highest(), 1);
+}
+
+#[tokio::test]
+async fn a08_an_upgrade_is_forwarded_without_the_wish() {
+    let (_upstream, proxy) = with(Settings::default(), 1).await;
+    let mut raw = Raw::connect(proxy.addr()).await;
+    raw.write("GET /x HTTP/1.1\r\nhost: h\r\nconnection: upgrade\r\nupgrade: websocket\r\n\r\n")
+        .await
+        .unwrap();
+    assert!(raw.head().await.starts_with("HTTP/1.1 200"));
+    let said = raw.read_until("x-real-ip").await;
+    assert!(!said.contains("upgrade"), "{said}");
+}
