@@ -1,6 +1,6 @@
 //! Upstreams that are spoken to in HTTP/2: one stream is cut, refused or slow, and the others don't notice.
 
-use std::sync::Arc;
+use std::{sync::Arc, time::Duration};
 
 use bytes::Bytes;
 use http::Method;
@@ -154,6 +154,22 @@ async fn e40_whoever_leaves_in_the_middle_of_an_upload_is_reset_too() {
         assert_eq!(Client::new().get(proxy.addr(), "/next").await.status, 200);
     }
     assert_eq!((upstream.highest(), upstream.connections()), (1, 1));
+}
+
+#[tokio::test]
+async fn e40_where_no_reset_gets_through_the_connection_is_closed_before_the_slot_is_free() {
+    let upstream = H2Upstream::spawn(Settings { first: First::Deaf, ..Settings::default() }).await;
+    let conf = conf(&upstream, 1).await.upstream("http2 = true\nlinger = \"1s\"");
+    let proxy = Proxy::spawn(&conf).await;
+    let mut left = Raw::connect(proxy.addr()).await;
+    let head = "POST /x HTTP/1.1\r\nhost: h\r\ncontent-length: 9000000000\r\n\r\n";
+    left.write(head).await.unwrap();
+    // Until everything between here and there is full.
+    let (block, pause) = (vec![b'x'; 64 * 1024], Duration::from_millis(500));
+    while tokio::time::timeout(pause, left.write(&block)).await.is_ok() {}
+    left.reset();
+    assert_eq!(Client::new().get(proxy.addr(), "/next").await.status, 200);
+    assert_eq!((upstream.highest(), upstream.connections()), (1, 2));
 }
 
 #[tokio::test]

@@ -3,13 +3,14 @@ use std::{
     future::poll_fn,
     net::SocketAddr,
     sync::{Arc, Mutex},
+    time::Duration,
 };
 
 use bytes::Bytes;
 use h2::{Reason, RecvStream, SendStream, server::SendResponse};
 use http::{HeaderMap, Request, Response};
 use tokio::{
-    io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt},
+    io::{self, AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt},
     net::{TcpListener, TcpStream},
     sync::{Notify, watch},
     task::JoinHandle,
@@ -42,6 +43,8 @@ pub(crate) enum First {
     SentAway,
     /// Nothing is read from it or sent any more once a request has come.
     Lost,
+    /// The same, with windows without end, so that what it is sent piles up. In flight until its close is seen.
+    Deaf,
 }
 
 pub(crate) struct Settings {
@@ -91,7 +94,8 @@ impl H2Upstream {
                             let Ok(stream) = tls.accept(stream).await else { return };
                             connection(stream, most, &state).await;
                         }
-                        (first, _) => raw(stream, first).await,
+                        // An error is the peer's close.
+                        (first, _) => drop(raw(stream, first, &state).await),
                     }
                 });
             }
@@ -271,22 +275,28 @@ async fn is_reset(respond: &mut SendResponse<Bytes>, early: Option<&mut SendStre
 }
 
 /// As much of the protocol as it takes to get a request.
-async fn raw(mut stream: TcpStream, first: First) {
-    const SETTINGS: [u8; 9] = [0, 0, 0, 4, 0, 0, 0, 0, 0];
-    const ACK: [u8; 9] = [0, 0, 0, 4, 1, 0, 0, 0, 0];
-    stream.write_all(&[SETTINGS, ACK].concat()).await.unwrap();
-    stream.read_exact(&mut [0; 24]).await.unwrap();
+async fn raw(mut stream: TcpStream, first: First, state: &State) -> io::Result<()> {
+    const SETTINGS: &[u8] = &[0, 0, 6, 4, 0, 0, 0, 0, 0, 0, 4, 0x7f, 0xff, 0xff, 0xff];
+    const ACK: &[u8] = &[0, 0, 0, 4, 1, 0, 0, 0, 0];
+    const WINDOW: &[u8] = &[0, 0, 4, 8, 0, 0, 0, 0, 0, 0x7f, 0xff, 0, 0];
+    const GOAWAY: &[u8] = &[0, 0, 8, 7, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0];
+    const PING: &[u8] = &[0, 0, 8, 6, 0, 0, 0, 0, 0, 1, 2, 3, 4, 5, 6, 7, 8];
+    stream.write_all(&[SETTINGS, ACK, WINDOW].concat()).await?;
+    stream.read_exact(&mut [0; 24]).await?;
     loop {
         let mut head = [0; 9];
-        stream.read_exact(&mut head).await.unwrap();
+        stream.read_exact(&mut head).await?;
         let [_, a, b, kind, ..] = head;
         let mut payload = vec![0; usize::from(a) << 8 | usize::from(b)];
-        stream.read_exact(&mut payload).await.unwrap();
+        stream.read_exact(&mut payload).await?;
         match (kind, first) {
-            (1, First::SentAway) => {
-                let goaway = [0, 0, 8, 7, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0];
-                stream.write_all(&goaway).await.unwrap();
-                return;
+            (1, First::SentAway) => return stream.write_all(GOAWAY).await,
+            (1, First::Deaf) => {
+                let _in_flight = InFlight::new(state);
+                loop {
+                    tokio::time::sleep(Duration::from_millis(10)).await;
+                    stream.write_all(PING).await?;
+                }
             }
             (1, _) => return std::future::pending().await,
             _ => {}
