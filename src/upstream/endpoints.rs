@@ -423,7 +423,20 @@ impl Endpoints {
 
 #[cfg(test)]
 mod tests {
+    use std::future::poll_fn;
+
+    use http::Request;
+    use http_body_util::BodyExt;
+    use tokio::{
+        io::{AsyncReadExt, AsyncWriteExt},
+        net::{TcpListener, TcpStream},
+    };
+
     use super::*;
+    use crate::{
+        upload::Outgoing,
+        upstream::{Line, Sent},
+    };
 
     fn endpoints(urls: &[&str]) -> Arc<Endpoints> {
         let mut config = super::super::tests::config(urls[0]);
@@ -460,5 +473,31 @@ mod tests {
         {
             assert_eq!(endpoints(&[url]).only.is_some(), is_fixed, "{url}");
         }
+    }
+
+    #[tokio::test]
+    async fn g59_an_address_that_is_gone_keeps_no_idle_connection() {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let all = Endpoints::awaiting(&super::super::tests::config("http://127.0.0.1:1"));
+        all.found(0, Some(&[listener.local_addr().unwrap()]), true);
+        let request = Request::new(Outgoing::Empty);
+        let mut sent = Sent::new(all.choose().unwrap(), request, Instant::now());
+        let serve = async {
+            let (mut stream, _) = listener.accept().await.unwrap();
+            assert_ne!(stream.read(&mut [0; 1024]).await.unwrap(), 0);
+            stream.write_all(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok").await.unwrap();
+            stream
+        };
+        let (answer, mut stream) = tokio::join!(poll_fn(|cx| sent.poll(cx)), serve);
+        let (response, on) = answer.unwrap();
+        response.into_body().collect().await.unwrap();
+        Line::new(sent.busy(), on).put();
+        let close = async |stream: &mut TcpStream| {
+            let second = Duration::from_secs(1);
+            tokio::time::timeout(second, stream.read(&mut [0; 1])).await.is_ok()
+        };
+        assert!(!close(&mut stream).await, "it is kept");
+        all.found(0, Some(&["127.0.0.1:1".parse().unwrap()]), false);
+        assert!(close(&mut stream).await, "it is closed");
     }
 }

@@ -108,15 +108,15 @@ impl Trunks {
         trunks
     }
 
-    /// A seat on a connection; on a new one if that is asked for, or nowhere is a free one.
+    /// A seat on a connection; on a new one if nowhere is a free one. `afresh` takes another one than first comes to hand, since
+    /// that one failed.
     async fn seat(&self, afresh: bool) -> Result<Seat, BoxError> {
         let seat = async {
-            let free_seat = || if afresh { None } else { self.free_seat() };
-            if let Some(seat) = free_seat() {
+            if let Some(seat) = self.free_seat(afresh) {
                 return Ok(seat);
             }
             let _connecting = self.connecting.lock().await;
-            if let Some(seat) = free_seat() {
+            if let Some(seat) = self.free_seat(afresh) {
                 return Ok(seat);
             }
             let trunk = connect(&self.connector, self.ping_interval).await?;
@@ -127,14 +127,20 @@ impl Trunks {
         tokio::time::timeout(self.connector.timeout(), seat).await?
     }
 
-    fn free_seat(&self) -> Option<Seat> {
+    fn free_seat(&self, afresh: bool) -> Option<Seat> {
         let now = Instant::now();
         let usable = |trunk: &&Arc<Trunk>| {
             !trunk.is_over()
                 && !trunk.is_doubted.load(Ordering::Relaxed)
                 && now - trunk.born < self.max_age
         };
-        self.lock().iter().filter(usable).find_map(Trunk::seat)
+        let trunks = self.lock();
+        let mut usable = trunks.iter().filter(usable);
+        match afresh {
+            false => usable.find_map(Trunk::seat),
+            // A peer that refuses one after the other isn't given ever more connections.
+            true => usable.clone().nth(1).and_then(|_| usable.rev().find_map(Trunk::seat)),
+        }
     }
 
     fn sweep(&self, now: Instant) {

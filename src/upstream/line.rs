@@ -92,7 +92,7 @@ impl Sent {
         Self { busy, on }
     }
 
-    /// Over a new connection.
+    /// Over a new connection, or at least another.
     pub(super) fn afresh(busy: Busy, request: Request<Outgoing>) -> Self {
         let on = match &busy.way {
             Way::H1(pool) => On::H1(pool.send_afresh(request)),

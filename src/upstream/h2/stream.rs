@@ -63,7 +63,7 @@ pub(crate) struct Failed {
 // === impl Sent ===
 
 impl Sent {
-    /// `afresh` takes a connection that nobody used.
+    /// `afresh` takes another connection than first comes to hand.
     pub(crate) fn new(trunks: &Arc<Trunks>, request: Request<Outgoing>, afresh: bool) -> Self {
         let seating = seating(trunks, afresh);
         let stage = Stage::Seating(seating, Box::new(request));
