@@ -430,7 +430,7 @@ impl Proxy {
         mut interest: Option<Interest>,
     ) -> Result<Call, Reply> {
         let upstream = Arc::clone(&self.upstreams[target.upstream]);
-        let wish = Wish::take(&mut parts).filter(|_| body.is_end_stream() && !upstream.http2);
+        let wish = Wish::take(&mut parts).filter(|_| body.is_end_stream());
         let patience = (parts.version == Version::HTTP_2).then_some(self.stall);
         let peer = conn.peer().ip();
         let trusted = client::is_trusted(peer, &self.trusted);

@@ -45,8 +45,6 @@ pub(crate) struct Upstream {
     pub(crate) idle_timeout: Duration,
     pub(crate) linger: Duration,
     pub(crate) finishes: bool,
-    /// Whether it is spoken to in HTTP/2, which has no tunnels.
-    pub(crate) http2: bool,
     pub(crate) tunnel_timeout: Duration,
     pub(crate) set_headers: HeaderRules,
 }
@@ -71,7 +69,6 @@ impl Upstream {
             idle_timeout: config.idle_timeout,
             linger: config.linger,
             finishes: config.on_client_gone == OnClientGone::Finish,
-            http2: config.http2,
             tunnel_timeout: config.tunnel_timeout,
             set_headers: config.set_headers.clone(),
         }

@@ -78,7 +78,9 @@ async fn c33_bodies_and_trailers_pass_both_ways() {
 #[tokio::test]
 async fn tls_agrees_on_http2_or_there_is_no_connection() {
     let certificate = generate_simple_self_signed(["localhost".to_owned()]).unwrap();
-    for (alpn, reason) in [(&b"h2"[..], ""), (&b"http/1.1"[..], "upstream_connect")] {
+    for (alpn, reason) in
+        [(Some("h2"), ""), (Some("http/1.1"), "upstream_connect"), (None, "upstream_connect")]
+    {
         let key = PrivateKeyDer::try_from(certificate.signing_key.serialize_der()).unwrap();
         let mut config =
             ServerConfig::builder_with_provider(Arc::new(aws_lc_rs::default_provider()))
@@ -87,7 +89,7 @@ async fn tls_agrees_on_http2_or_there_is_no_connection() {
                 .with_no_client_auth()
                 .with_single_cert(vec![certificate.cert.der().clone()], key)
                 .unwrap();
-        config.alpn_protocols = vec![alpn.to_vec()];
+        config.alpn_protocols = alpn.map(|name| name.as_bytes().to_vec()).into_iter().collect();
         let tls = Some(TlsAcceptor::from(Arc::new(config)));
         let upstream = H2Upstream::spawn(Settings { tls, ..Settings::default() }).await;
         let url = format!("https://localhost:{}", upstream.addr().port());
