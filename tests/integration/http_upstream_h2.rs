@@ -206,6 +206,18 @@ async fn g57_a_request_that_was_not_served_goes_again_once() {
 }
 
 #[tokio::test]
+async fn g55_only_an_idempotent_request_goes_again_after_an_old_connection() {
+    let (upstream, proxy) = with(Settings::default(), 1).await;
+    for (method, times) in [(Method::GET, 2), (Method::POST, 1)] {
+        assert_eq!(Client::new().get(proxy.addr(), "/x").await.status, 200);
+        let before = upstream.total();
+        let answer = Client::new().send(method, proxy.addr(), "/drop", "small".into()).await;
+        assert_eq!(answer.unwrap().header("tidegate-reason"), "upstream_reset");
+        assert_eq!(upstream.total() - before, times);
+    }
+}
+
+#[tokio::test]
 async fn g57_a_streamed_upload_is_not_sent_again() {
     let (upstream, proxy) = with(Settings::default(), 1).await;
     let mut raw = Raw::connect(proxy.addr()).await;

@@ -27,6 +27,7 @@ use super::within;
 /// - `/big?bytes=1000` sends that many bytes
 /// - `/head?bytes=1000` answers with a field of that length
 /// - `/refuse` refuses the stream once, then answers
+/// - `/drop` closes the connection
 /// - `/silent` never answers
 /// - whatever else is answered with `method authority path`, the request's fields behind it
 pub(crate) struct H2Upstream {
@@ -169,6 +170,10 @@ where
     builder.max_concurrent_streams(most_streams);
     let Ok(mut connection) = builder.handshake::<_, Bytes>(io).await else { return };
     while let Some(Ok((request, respond))) = connection.accept().await {
+        if request.uri().path() == "/drop" {
+            drop(InFlight::new(state));
+            return;
+        }
         let state = Arc::clone(state);
         tokio::spawn(async move {
             let in_flight = InFlight::new(&state);
