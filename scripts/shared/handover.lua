@@ -79,12 +79,12 @@ local function pass_on()
     if stay + #newcomers > tonumber(most) or line + #newcomers > tonumber(room) then return nil end
   end
 
-  local granted, members, changes, waiters, till = {}, {}, {}, {}, 0
+  local next_up, granted, members, changes, waiters, till = {}, {}, {}, {}, {}, 0
   if count > 0 then
     local run, presence, channel = string.match(ARGV[4], '^(%S*) (%d+) (.*)$')
-    local ids = redis.call('ZRANGE', queue, 0, count - 1)
-    if #ids < count then return nil end
-    local texts, owners, hears = redis.call('HMGET', info, unpack(ids)), {}, {}
+    next_up = redis.call('ZRANGE', queue, 0, count - 1)
+    if #next_up < count then return nil end
+    local texts, owners, hears = redis.call('HMGET', info, unpack(next_up)), {}, {}
     for i = 1, count do
       local owner, of_class, route = string.match(texts[i] or '', '^(%S+) (%S+) 1 %-?%d+ (.*)$')
       if of_class ~= name then return nil end
@@ -95,10 +95,10 @@ local function pass_on()
         hears[owner] = owner ~= me and redis.call('HGET', fleet, 'sub:' .. owner) == '1'
       end
       owners[i], waiters[owner] = owner, waiters[owner] + 1
-      infos[#infos + 1], infos[#infos + 2] = ids[i], owner .. ' ' .. name .. ' 1 ' .. now_text .. ' ' .. route
+      infos[#infos + 1], infos[#infos + 2] = next_up[i], owner .. ' ' .. name .. ' 1 ' .. now_text .. ' ' .. route
     end
     for i = 1, count do
-      local id, owner = ids[i], owners[i]
+      local id, owner = next_up[i], owners[i]
       if owner == me then
         granted[#granted + 1] = id
         members[2 * i - 1] = now_text
@@ -122,7 +122,7 @@ local function pass_on()
     redis.call('ZREM', slots, unpack(leaving))
     redis.call('HDEL', info, unpack(leaving))
   end
-  if count > 0 then redis.call('ZREMRANGEBYRANK', queue, 0, count - 1) end
+  if count > 0 then redis.call('ZREM', queue, unpack(next_up)) end
   for _, id in ipairs(arrived) do
     members[#members + 1], members[#members + 2] = now_text, id
     till = now + lease
