@@ -9,7 +9,6 @@
 //! - the client left and the upstream is to finish: a task reads on, and ends in one of the first two.
 
 use std::{
-    pin::Pin,
     sync::{Arc, Mutex, MutexGuard, PoisonError},
     task::{Context, Poll, Waker, ready},
     time::Duration,
@@ -226,8 +225,8 @@ impl Exchange {
         self.check_lease();
         let mut state = self.lock();
         state.remember(cx.waker());
-        let body = match &mut state.phase {
-            Phase::Body(_, body, _) => body,
+        let (body, line) = match &mut state.phase {
+            Phase::Body(_, body, line) => (body, line),
             Phase::Over(Some(reason)) => {
                 return Poll::Ready(Some(Err(Broken::Cut(*reason))));
             }
@@ -235,7 +234,7 @@ impl Exchange {
                 return Poll::Ready(None);
             }
         };
-        let polled = Pin::new(&mut *body).poll_frame(cx);
+        let polled = line.poll_frame(body, cx);
         let is_end = body.is_end_stream();
         match polled {
             Poll::Pending => {
@@ -301,7 +300,7 @@ impl Exchange {
             Phase::Head(held, sent) => (held, sent.open()),
             Phase::Over(_) => return,
         };
-        let Some(open) = open else {
+        let Some(mut open) = open else {
             return;
         };
         open.close();

@@ -19,6 +19,7 @@ mod endpoints;
 mod h2;
 mod health;
 mod line;
+mod link;
 mod pool;
 mod resolve;
 mod tls;
@@ -27,7 +28,6 @@ pub(crate) use endpoints::{Busy, EntryState};
 pub(crate) use line::{Answer, Incoming, Line, Open, Sent, Spare, Unanswered};
 pub(crate) use pool::Cause;
 
-use connect::UpstreamConn;
 use endpoints::Endpoints;
 use line::Failed;
 use pool::Pool;

@@ -12,15 +12,15 @@ use std::{
     time::Duration,
 };
 
+use bytes::Bytes;
 use http::{
     HeaderValue, Request, Uri,
     header::{CONNECTION, HOST, USER_AGENT},
 };
-use http_body_util::{BodyExt, Limited};
 use tokio::time::Instant;
 
 use super::{
-    Line, Sent,
+    Incoming, Line, Sent,
     endpoints::{Busy, Endpoint},
 };
 use crate::{
@@ -170,15 +170,27 @@ async fn ask(endpoint: &Arc<Endpoint>, check: &HealthCheck) -> Result<(), BoxErr
     let mut sent = Sent::probe(Busy::new(endpoint), request);
     let (response, on) =
         poll_fn(|cx| sent.poll(cx)).await.map_err(|failed| BoxError::from(failed.cause))?;
-    let line = Line::new(sent.busy(), on);
+    let mut line = Line::new(sent.busy(), on);
     let (head, body) = response.into_parts();
-    let ended = Limited::new(body, LONGEST_ANSWER).collect().await;
+    let ended = read(&mut line, body).await;
     line.open().close();
     ended?;
     match check.is_good(head.status) {
         true => Ok(()),
         false => Err(format!("it answered {}", head.status.as_u16()).into()),
     }
+}
+
+/// Reads an answer to its end.
+async fn read(line: &mut Line, mut body: Incoming) -> Result<(), BoxError> {
+    let mut length = 0;
+    while let Some(frame) = poll_fn(|cx| line.poll_frame(&mut body, cx)).await {
+        length += frame?.data_ref().map_or(0, Bytes::len);
+        if length > LONGEST_ANSWER {
+            return Err("its answer is too long".into());
+        }
+    }
+    Ok(())
 }
 
 #[cfg(test)]

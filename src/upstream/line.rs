@@ -3,7 +3,6 @@
 
 use std::{
     pin::Pin,
-    sync::Arc,
     task::{Context, Poll, ready},
 };
 
@@ -13,10 +12,10 @@ use http_body::{Body, Frame, SizeHint};
 use tokio::time::Instant;
 
 use super::{
-    UpstreamConn,
     endpoints::{Busy, Way},
     h2,
-    pool::{self, Cause, Link, SendError},
+    link::Link,
+    pool::{self, Cause, SendError},
 };
 use crate::{body::BoxError, upload::Outgoing};
 
@@ -38,7 +37,7 @@ pub(crate) struct Line {
 #[derive(Debug)]
 pub(crate) struct Open {
     _busy: Busy,
-    on: On<Arc<UpstreamConn>, h2::Stream>,
+    on: On<Link, h2::Stream>,
 }
 
 /// An answer's body.
@@ -76,7 +75,7 @@ pub(crate) type Answer = Result<(Response<Incoming>, On<Link, h2::Stream>), Fail
 #[derive(Debug)]
 pub(crate) struct Failed {
     pub(super) cause: Cause,
-    pub(super) on: Option<On<Arc<UpstreamConn>, h2::Stream>>,
+    pub(super) on: Option<On<Link, h2::Stream>>,
     pub(super) spare: Option<Box<Request<Outgoing>>>,
 }
 
@@ -116,8 +115,8 @@ impl Sent {
                 Ok((response, link)) => {
                     Ok((response.map(|body| Incoming(On::H1(body))), On::H1(link)))
                 }
-                Err(SendError { cause, conn, spare }) => {
-                    Err(Failed { cause, on: conn.map(On::H1), spare })
+                Err(SendError { cause, link, spare }) => {
+                    Err(Failed { cause, on: link.map(On::H1), spare })
                 }
             },
             On::H2(sent) => match ready!(sent.poll(cx)) {
@@ -134,7 +133,7 @@ impl Sent {
     /// What ends it; nothing need while not a byte of it was sent.
     pub(crate) fn open(self) -> Option<Open> {
         let on = match self.on {
-            On::H1(sent) => On::H1(sent.connection()?),
+            On::H1(sent) => On::H1(sent.into_link()?),
             On::H2(sent) => On::H2(sent.into_stream()?),
         };
         Some(Open::new(self.busy, on))
@@ -156,6 +155,22 @@ impl Line {
         Self { busy, on }
     }
 
+    /// Waits for the next piece of an answer's body.
+    pub(crate) fn poll_frame(
+        &mut self,
+        body: &mut Incoming,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, BoxError>>> {
+        let On::H1(link) = &mut self.on else { return Pin::new(body).poll_frame(cx) };
+        let mut quiet = Context::from_waker(link.waker(cx));
+        let polled = Pin::new(&mut *body).poll_frame(&mut quiet);
+        if polled.is_ready() {
+            return polled;
+        }
+        link.drive(cx);
+        Pin::new(body).poll_frame(&mut quiet)
+    }
+
     /// Notes that a response began.
     pub(crate) fn answered(&self) {
         match &self.on {
@@ -173,25 +188,21 @@ impl Line {
     }
 
     pub(crate) fn open(self) -> Open {
-        let on = match self.on {
-            On::H1(link) => On::H1(link.conn),
-            On::H2(stream) => On::H2(stream),
-        };
-        Open::new(self.busy, on)
+        Open::new(self.busy, self.on)
     }
 }
 
 // === impl Open ===
 
 impl Open {
-    pub(super) fn new(busy: Busy, on: On<Arc<UpstreamConn>, h2::Stream>) -> Self {
+    pub(super) fn new(busy: Busy, on: On<Link, h2::Stream>) -> Self {
         Self { _busy: busy, on }
     }
 
     /// Has the upstream told, as soon as may be.
-    pub(crate) fn close(&self) {
-        match &self.on {
-            On::H1(conn) => conn.abort(),
+    pub(crate) fn close(&mut self) {
+        match &mut self.on {
+            On::H1(link) => link.abort(),
             On::H2(stream) => stream.stop(),
         }
     }
@@ -199,7 +210,7 @@ impl Open {
     /// Waits until it was.
     pub(crate) async fn closed(self) {
         match self.on {
-            On::H1(conn) => conn.closed().await,
+            On::H1(link) => link.conn.closed().await,
             On::H2(stream) => stream.reset().await,
         }
     }

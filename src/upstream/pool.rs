@@ -12,16 +12,13 @@ use std::{
 };
 
 use http::{Request, Response};
-use hyper::{
-    body::Incoming,
-    client::conn::{
-        TrySendError,
-        http1::{self, SendRequest},
-    },
+use hyper::{body::Incoming, client::conn::TrySendError};
+use tokio::{
+    task::coop::unconstrained,
+    time::{Instant, MissedTickBehavior},
 };
-use tokio::time::{Instant, MissedTickBehavior};
 
-use super::connect::{Connector, UpstreamConn};
+use super::{connect::Connector, link::Link};
 use crate::{body::BoxError, upload::Outgoing};
 
 /// Shorter than the 5 s after which common servers close an idle connection, so that we close first.
@@ -36,14 +33,6 @@ pub(crate) struct Pool {
     connector: Connector,
     /// How long a connection may be used for new requests.
     max_age: Duration,
-}
-
-/// A connection, for as long as nobody else has it.
-#[derive(Debug)]
-pub(crate) struct Link {
-    sender: SendRequest<Outgoing>,
-    pub(crate) conn: Arc<UpstreamConn>,
-    born: Instant,
 }
 
 #[derive(Debug)]
@@ -64,7 +53,7 @@ pub(crate) struct Sent {
 pub(crate) struct SendError {
     pub(crate) cause: Cause,
     /// The connection the request went to.
-    pub(crate) conn: Option<Arc<UpstreamConn>>,
+    pub(crate) link: Option<Link>,
     /// The request, if it may be sent once more: not a byte of it was sent, or its connection was an old one and it does no harm.
     pub(crate) spare: Option<Box<Request<Outgoing>>>,
 }
@@ -116,7 +105,9 @@ impl Pool {
     }
 
     /// Gives back a connection whose response was read to its end.
-    pub(crate) fn put(&self, link: Link) {
+    pub(crate) fn put(&self, mut link: Link) {
+        // So that hyper sees the end as well.
+        link.look();
         let since = Instant::now();
         if !link.sender.is_closed() && since - link.born < self.max_age {
             self.lock().push(Idle { link, since });
@@ -131,7 +122,7 @@ impl Pool {
     }
 
     fn connecting(&self, request: Request<Outgoing>) -> Stage {
-        Stage::Connecting(Box::pin(connect(self.connector.clone())), Box::new(request))
+        Stage::Connecting(Box::pin(Link::connect(self.connector.clone())), Box::new(request))
     }
 
     /// The newest connection that is ready, or else the newest that will be.
@@ -146,12 +137,15 @@ impl Pool {
     }
 
     fn sweep(&self, now: Instant) {
-        let is_over = |idle: &mut Idle| idle.is_old(now) || idle.link.sender.is_closed();
+        let is_over = |idle: &mut Idle| {
+            idle.link.look();
+            idle.is_old(now) || idle.link.sender.is_closed()
+        };
         let over: Vec<_> = self.lock().extract_if(.., is_over).collect();
-        for idle in &over {
+        for mut idle in over {
             // Nothing is under way on it, so hyper would never close it by itself.
             if !idle.link.sender.is_ready() {
-                idle.link.conn.abort();
+                idle.link.abort();
             }
         }
     }
@@ -173,17 +167,6 @@ async fn sweep_for_ever(pool: Weak<Pool>) {
     }
 }
 
-async fn connect(connector: Connector) -> Result<Link, BoxError> {
-    let (io, conn) = connector.connect().await?;
-    let (sender, driver) = http1::handshake(io).await?;
-    tokio::spawn(async move {
-        if let Err(error) = driver.with_upgrades().await {
-            tracing::debug!(%error, "upstream connection ended");
-        }
-    });
-    Ok(Link { sender, conn, born: Instant::now() })
-}
-
 fn over(link: Link, request: Request<Outgoing>) -> Stage {
     if link.sender.is_ready() {
         waiting(link, request)
@@ -193,7 +176,9 @@ fn over(link: Link, request: Request<Outgoing>) -> Stage {
 }
 
 fn waiting(mut link: Link, request: Request<Outgoing>) -> Stage {
-    let answer = Box::pin(link.sender.try_send_request(request));
+    link.prepare_for(&request);
+    // Polled behind the driver and not woken by it, so that it must never say "later" for fairness' sake.
+    let answer = Box::pin(unconstrained(link.sender.try_send_request(request)));
     Stage::Waiting(link, answer)
 }
 
@@ -222,9 +207,9 @@ impl Idle {
 
 impl Sent {
     /// The connection the request went to; none while not a byte of it was sent.
-    pub(crate) fn connection(&self) -> Option<Arc<UpstreamConn>> {
-        match &self.stage {
-            Stage::Waiting(link, _) => Some(Arc::clone(&link.conn)),
+    pub(crate) fn into_link(self) -> Option<Link> {
+        match self.stage {
+            Stage::Waiting(link, _) => Some(link),
             Stage::Connecting(..) | Stage::Almost(..) | Stage::Over => None,
         }
     }
@@ -244,18 +229,22 @@ impl Sent {
                         Ok(link) => self.stage = waiting(link, *request),
                         Err(error) => {
                             let (cause, spare) = (Cause::Connect(error), Some(request));
-                            return Poll::Ready(Err(SendError { cause, conn: None, spare }));
+                            return Poll::Ready(Err(SendError { cause, link: None, spare }));
                         }
                     }
                 }
                 Stage::Almost(link, _) => {
                     // If it is closed instead, the request comes back like from any closed one.
-                    let _ = ready!(link.sender.poll_ready(cx));
+                    link.drive(cx);
+                    let _ =
+                        ready!(link.sender.poll_ready(&mut Context::from_waker(link.waker(cx))));
                     let Stage::Almost(link, request) = self.leave() else { unreachable!() };
                     self.stage = waiting(link, *request);
                 }
-                Stage::Waiting(_, answer) => {
-                    let answer = ready!(answer.as_mut().poll(cx));
+                Stage::Waiting(link, answer) => {
+                    link.drive(cx);
+                    let mut cx = Context::from_waker(link.waker(cx));
+                    let answer = ready!(answer.as_mut().poll(&mut cx));
                     let Stage::Waiting(link, _) = self.leave() else { unreachable!() };
                     let mut error = match answer {
                         Ok(response) => return Poll::Ready(Ok((response, link))),
@@ -280,7 +269,7 @@ impl Sent {
 
     fn broken(&mut self, link: Link, error: hyper::Error) -> SendError {
         let spare = self.spare.take().filter(|_| link.conn.was_stale());
-        SendError { cause: Cause::Broken(error.into()), conn: Some(link.conn), spare }
+        SendError { cause: Cause::Broken(error.into()), link: Some(link), spare }
     }
 }
 
