@@ -17,6 +17,7 @@ use crate::{
     admission::Admission,
     config::{Config, Limit, MOST_SLOTS, StoreKind, WhenDown},
     leases::Outlook,
+    log::Log,
     metrics::Metrics,
     store::{SetState, SetStatus, StoreError},
     upstream::Upstream,
@@ -24,6 +25,7 @@ use crate::{
 
 mod endpoints;
 mod guard;
+mod log;
 #[cfg(test)]
 mod tests;
 
@@ -50,6 +52,7 @@ pub struct Admin {
     upstreams: Vec<Arc<Upstream>>,
     draining: watch::Receiver<bool>,
     guard: Guard,
+    log: Arc<Log>,
 }
 
 /// The body of a PATCH; a number, or null for what the configuration says.
@@ -89,6 +92,7 @@ impl Admin {
         metrics: Arc<Metrics>,
         upstreams: Vec<Arc<Upstream>>,
         draining: watch::Receiver<bool>,
+        log: Arc<Log>,
     ) -> Arc<Self> {
         let store = match config.store.kind {
             StoreKind::Memory => "memory",
@@ -114,6 +118,7 @@ impl Admin {
             upstreams,
             draining,
             guard,
+            log,
         })
     }
 
@@ -128,10 +133,13 @@ impl Admin {
             };
             return self.limit(index, request).await;
         }
+        if path == "/log" {
+            return self.log(request).await;
+        }
         if !known.contains(&path) {
             return text(
                 StatusCode::NOT_FOUND,
-                "not found; there are /livez /readyz /status /metrics /limits/<name>\n",
+                "not found; there are /livez /readyz /status /metrics /limits/<name> /log\n",
             );
         }
         if request.method() != Method::GET && request.method() != Method::HEAD {

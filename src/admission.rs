@@ -58,6 +58,9 @@ pub struct Permit {
     held: Option<Held>,
     taken: Instant,
     max_hold: Option<Duration>,
+    /// None where nobody was asked.
+    class: Option<usize>,
+    shadow: Option<Reason>,
 }
 
 #[derive(Debug)]
@@ -71,6 +74,12 @@ struct Held {
 pub struct Refusal {
     /// The word for it.
     pub reason: Reason,
+    /// Which limit of the configuration says so, if one does.
+    pub limit: Option<usize>,
+    /// Or which rate.
+    pub rate: Option<usize>,
+    /// The class of the request.
+    pub class: usize,
     /// The status of the answer, where it isn't the reason's own.
     pub status: Option<StatusCode>,
     /// How long a request would have to wait now, where that was measured; for a rate, exactly.
@@ -168,21 +177,29 @@ impl Admission {
         let Planned { plan, meters, max_hold } = planned;
         let (id, asked) = (Uuid::now_v7(), Instant::now());
         if plan.is_empty() {
-            return Ok(Permit { id, held: None, taken: asked, max_hold: None });
+            return Ok(Permit {
+                id,
+                held: None,
+                taken: asked,
+                max_hold: None,
+                class: None,
+                shadow: None,
+            });
         }
         let ask = plan.ask(id, arrival);
         let class = ask.class;
         match self.leases.acquire(ask, plan.deadline(arrival, asked)).await {
             Ok(lease) => {
                 let taken = lease.taken();
-                if let Some(would) = lease.shadow() {
+                let shadow = lease.shadow().map(|would| {
                     let reason = reason_of(would.why);
                     self.metrics.shadowed(self.limit_at(would.limit), would.rate, class, reason);
-                }
+                    reason
+                });
                 meters.iter().for_each(|meter| meter.granted(taken - asked));
                 let id = lease.holder();
                 let held = Some(Held { lease, meters: Arc::clone(meters) });
-                Ok(Permit { id, held, taken, max_hold: *max_hold })
+                Ok(Permit { id, held, taken, max_hold: *max_hold, class: Some(class), shadow })
             }
             Err(refused) => {
                 meters.iter().for_each(LimitMetrics::refused);
@@ -191,7 +208,8 @@ impl Admission {
                 self.metrics.shed(limit, refused.rate, class, reason);
                 let status = limit.map(|limit| self.statuses[limit]);
                 let status = status.filter(|_| reason.is_of_a_limit());
-                Err(Refusal { reason, status, expected_wait: refused.expected_wait })
+                let (rate, expected_wait) = (refused.rate, refused.expected_wait);
+                Err(Refusal { reason, limit, rate, class, status, expected_wait })
             }
         }
     }
@@ -273,6 +291,16 @@ impl Permit {
     /// When the slots were taken.
     pub fn taken(&self) -> Instant {
         self.taken
+    }
+
+    /// The class of the request, where it mattered.
+    pub fn class(&self) -> Option<usize> {
+        self.class
+    }
+
+    /// Why it would have been refused, but for a limit or a rate in shadow mode, if it would have been.
+    pub fn shadow(&self) -> Option<Reason> {
+        self.shadow
     }
 
     /// Tells until when the request may rely on its slots, if it is to be cut then.

@@ -1,15 +1,8 @@
 //! Puts the parts together: configuration in, a running instance out.
 
 use std::{
-    error::Error,
-    fmt::Display,
-    future::Future,
-    io::{self, IsTerminal},
-    net::SocketAddr,
-    pin::pin,
-    process::ExitCode,
-    sync::Arc,
-    time::Duration,
+    error::Error, fmt::Display, future::Future, io, net::SocketAddr, pin::pin, process::ExitCode,
+    sync::Arc, time::Duration,
 };
 
 use arc_swap::ArcSwap;
@@ -19,7 +12,6 @@ use tokio::{
     signal::unix::{SignalKind, signal},
     sync::{oneshot, watch},
 };
-use tracing_subscriber::EnvFilter;
 
 use crate::{
     admin::{self, Admin},
@@ -27,6 +19,7 @@ use crate::{
     cli,
     config::{self, AdminListen, Config, ConfigError, QuickOptions, Recovery, Secret, StoreKind},
     demo,
+    log::Log,
     metrics::Metrics,
     proxy::Proxy,
     reload::{Reloads, Source},
@@ -39,6 +32,9 @@ use crate::{
 /// How long an instance that stops waits until the store has acknowledged its last release.
 const LEAVE_PATIENCE: Duration = Duration::from_secs(2);
 
+/// How long it waits until stdout, and the collector of spans, have what is to be told of its requests.
+const TELL_PATIENCE: Duration = Duration::from_secs(1);
+
 /// An instance whose sockets are bound.
 #[derive(Debug)]
 pub struct App {
@@ -46,6 +42,7 @@ pub struct App {
     store: Arc<dyn SlotStore>,
     listener: TcpListener,
     admin: Option<TcpListener>,
+    log: Arc<Log>,
 }
 
 /// Why an instance didn't start.
@@ -96,7 +93,14 @@ impl App {
             Some(admin) => Some(listen(admin.listen, sockets.operators).await?),
             None => None,
         };
-        Ok(Self { config, store, listener, admin })
+        Ok(Self { config, store, listener, admin, log: Arc::new(Log::apart()) })
+    }
+
+    /// Has this log follow the configuration.
+    #[must_use]
+    pub fn with_log(mut self, log: Arc<Log>) -> Self {
+        self.log = log;
+        self
     }
 
     /// Where clients connect.
@@ -118,7 +122,7 @@ impl App {
         mut reloads: Option<Reloads>,
     ) -> usize {
         let (draining, seen) = watch::channel(false);
-        let mut running = Running::start(self.config, self.store, seen);
+        let mut running = Running::start(self.config, self.store, seen, self.log);
         if let Some(listener) = self.admin {
             tokio::spawn(admin::serve(listener, Arc::clone(&running.admin)));
         }
@@ -143,6 +147,7 @@ impl App {
         let _ = close.send(());
         let drained = serving.await.expect("the server doesn't panic");
         running.admission.leave(LEAVE_PATIENCE).await;
+        running.proxy.load_full().flush(TELL_PATIENCE).await;
         drained.cut
     }
 }
@@ -163,16 +168,29 @@ struct Running {
     admin: Arc<ArcSwap<Admin>>,
     settings: watch::Sender<config::Server>,
     draining: watch::Receiver<bool>,
+    log: Arc<Log>,
 }
 
 impl Running {
-    fn start(config: Config, store: Arc<dyn SlotStore>, draining: watch::Receiver<bool>) -> Self {
+    fn start(
+        config: Config,
+        store: Arc<dyn SlotStore>,
+        draining: watch::Receiver<bool>,
+        log: Arc<Log>,
+    ) -> Self {
+        log.adopt(&config.log);
         let metrics = Metrics::new(&config);
         let admission = Admission::start(&config, store, Arc::clone(&metrics));
-        let proxy = Proxy::new(&config, Arc::clone(&admission), Arc::clone(&metrics));
-        let (asked, seen, upstreams) =
-            (Arc::clone(&admission), Arc::clone(&metrics), proxy.upstreams());
-        let admin = Admin::new(&config, asked, seen, upstreams, draining.clone());
+        let proxy =
+            Proxy::new(&config, Arc::clone(&admission), Arc::clone(&metrics), Arc::clone(&log));
+        let admin = Admin::new(
+            &config,
+            Arc::clone(&admission),
+            Arc::clone(&metrics),
+            proxy.upstreams(),
+            draining.clone(),
+            Arc::clone(&log),
+        );
         Self {
             proxy: Arc::new(ArcSwap::new(proxy)),
             admin: Arc::new(ArcSwap::new(admin)),
@@ -181,6 +199,7 @@ impl Running {
             metrics,
             admission,
             draining,
+            log,
         }
     }
 
@@ -204,14 +223,22 @@ impl Running {
 
     /// Newcomers are served by this configuration. Whoever runs goes on by the one it began with, and holds it as long.
     fn adopt(&mut self, config: Config) {
+        self.log.adopt(&config.log);
         self.metrics = self.metrics.adopt(&config);
         self.admission = self.admission.adopt(&config, Arc::clone(&self.metrics));
         let (admission, metrics) = (&self.admission, &self.metrics);
         let before = self.proxy.load();
-        let proxy = before.adopt(&config, Arc::clone(admission), Arc::clone(metrics));
-        let (asked, seen, upstreams) =
-            (Arc::clone(admission), Arc::clone(metrics), proxy.upstreams());
-        self.admin.store(Admin::new(&config, asked, seen, upstreams, self.draining.clone()));
+        let log = &self.log;
+        let proxy =
+            before.adopt(&config, Arc::clone(admission), Arc::clone(metrics), Arc::clone(log));
+        self.admin.store(Admin::new(
+            &config,
+            Arc::clone(admission),
+            Arc::clone(metrics),
+            proxy.upstreams(),
+            self.draining.clone(),
+            Arc::clone(log),
+        ));
         self.proxy.store(proxy);
         self.settings.send_if_modified(|server| {
             let is_other = *server != config.server;
@@ -238,9 +265,17 @@ async fn listen(
 
 /// Runs an instance until a signal ends it. SIGTERM or SIGINT drains; a second one ends at once.
 /// SIGHUP and a change of the file load the configuration anew.
-pub fn main(config: Config, source: Source, sockets: Sockets, threads: Option<usize>) -> ExitCode {
+pub fn main(
+    config: Config,
+    source: Source,
+    sockets: Sockets,
+    threads: Option<usize>,
+    log: Arc<Log>,
+) -> ExitCode {
+    // Before anything is bound, which may have something to say.
+    log.adopt(&config.log);
     on_runtime(threads, async {
-        let app = App::bind(config, sockets).await?;
+        let app = App::bind(config, sockets).await?.with_log(log);
         let reloads = Reloads::of(source);
         tracing::info!(listen = %app.addr(), admin = ?app.admin_addr(), "ready for requests");
         systemd::tell(Progress::Ready);
@@ -338,16 +373,11 @@ fn on_runtime<E: Display>(
     }
 }
 
-/// Sets up what is one per process: the log, on stderr, and the provider of TLS.
-pub fn init() {
-    let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new("info"));
-    let log = tracing_subscriber::fmt().with_env_filter(filter).with_writer(io::stderr);
-    if io::stderr().is_terminal() {
-        log.with_target(false).init();
-    } else {
-        log.json().flatten_event(true).init();
-    }
+/// Sets up what is one per process: the log and the provider of TLS.
+pub fn init() -> Arc<Log> {
+    let log = Log::start();
     let _ = rustls::crypto::aws_lc_rs::default_provider().install_default();
+    log
 }
 
 /// Resolves at the first SIGTERM or SIGINT; the next one ends the process at once.

@@ -11,8 +11,10 @@ use http_body::{Body, Frame, SizeHint};
 use http_body_util::Full;
 
 use crate::{
+    account::Account,
     copies::Tee,
     exchange::{Broken, Owner},
+    reason::Reason,
 };
 
 /// The error of a body, whatever made it.
@@ -20,7 +22,10 @@ pub(crate) type BoxError = Box<dyn std::error::Error + Send + Sync>;
 
 /// What the client reads: the upstream's answer frame by frame, or one of our own.
 #[derive(Debug)]
-pub struct ResponseBody(Kind);
+pub struct ResponseBody {
+    kind: Kind,
+    account: Account,
+}
 
 #[derive(Debug)]
 enum Kind {
@@ -37,13 +42,36 @@ impl ResponseBody {
                 tee.into_iter().for_each(Tee::finish);
                 Self::whole(Bytes::new())
             }
-            (false, None) => Self(Kind::Streamed(owner)),
-            (false, Some(tee)) => Self(Kind::Copied(owner, Some(Box::new(tee)))),
+            (false, None) => Kind::Streamed(owner).into(),
+            (false, Some(tee)) => Kind::Copied(owner, Some(Box::new(tee))).into(),
         }
     }
 
     pub(crate) fn whole(bytes: Bytes) -> Self {
-        Self(Kind::Whole(Full::new(bytes)))
+        Kind::Whole(Full::new(bytes)).into()
+    }
+
+    /// Ties the request's account to the end of its answer, of which nothing is read if it `is_head` only.
+    pub(crate) fn tie(&mut self, mut account: Account, is_head: bool) {
+        if is_head || self.is_end_stream() {
+            account.complete();
+        }
+        self.account = account;
+    }
+
+    /// What comes of a poll is what the client gets.
+    fn account_for(&mut self, polled: &Poll<Option<Result<Frame<Bytes>, BoxError>>>) {
+        match polled {
+            Poll::Pending => {}
+            Poll::Ready(Some(Ok(frame))) => {
+                self.account.given(frame.data_ref().map_or(0, Bytes::len) as u64);
+                if self.is_end_stream() {
+                    self.account.complete();
+                }
+            }
+            Poll::Ready(None) => self.account.complete(),
+            Poll::Ready(Some(Err(_))) => self.account.cut(self.kind.why_cut()),
+        }
     }
 }
 
@@ -56,7 +84,7 @@ impl Body for ResponseBody {
         mut self: Pin<&mut Self>,
         cx: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, BoxError>>> {
-        match &mut self.0 {
+        let polled = match &mut self.kind {
             Kind::Streamed(owner) => owner.poll_frame(cx).map_err(Into::into),
             Kind::Copied(owner, tee) => {
                 let polled = owner.poll_frame(cx);
@@ -68,20 +96,50 @@ impl Body for ResponseBody {
             Kind::Whole(full) => {
                 Pin::new(full).poll_frame(cx).map_err(|never: Infallible| match never {})
             }
+        };
+        if self.account.is_open() {
+            self.account_for(&polled);
         }
+        polled
     }
 
     fn is_end_stream(&self) -> bool {
-        match &self.0 {
+        match &self.kind {
             Kind::Streamed(owner) | Kind::Copied(owner, _) => owner.is_end_stream(),
             Kind::Whole(full) => full.is_end_stream(),
         }
     }
 
     fn size_hint(&self) -> SizeHint {
-        match &self.0 {
+        match &self.kind {
             Kind::Streamed(owner) | Kind::Copied(owner, _) => owner.size_hint(),
             Kind::Whole(full) => full.size_hint(),
+        }
+    }
+}
+
+impl Drop for ResponseBody {
+    fn drop(&mut self) {
+        // It may have been cut while the client took nothing, and so it was never polled again.
+        if self.account.is_open()
+            && let Some(reason) = self.kind.why_cut()
+        {
+            self.account.cut(Some(reason));
+        }
+    }
+}
+
+impl From<Kind> for ResponseBody {
+    fn from(kind: Kind) -> Self {
+        Self { kind, account: Account::default() }
+    }
+}
+
+impl Kind {
+    fn why_cut(&self) -> Option<Reason> {
+        match self {
+            Self::Streamed(owner) | Self::Copied(owner, _) => owner.why_cut(),
+            Self::Whole(_) => None,
         }
     }
 }

@@ -14,6 +14,7 @@ mod file;
 mod follow;
 mod headers;
 mod health;
+pub mod log;
 mod policy;
 mod quick;
 mod resolve;
@@ -25,6 +26,7 @@ mod tls;
 pub use error::ConfigError;
 pub use headers::HeaderRules;
 pub use health::{Ejection, HealthCheck};
+pub use log::{Log, LogFormat, Traces};
 pub use policy::{ClassPolicy, ClassRule, Classes, Dialect, Key, Mode, Rate, Step, WeightRule};
 pub use quick::{AdminListen, QuickOptions};
 pub use tls::{Identity, ServerTls, Stamps, TlsVersion, UpstreamTls};
@@ -39,6 +41,10 @@ pub struct Config {
     pub server: Server,
     /// The listener for operators; none with `--admin-listen none`.
     pub admin: Option<Admin>,
+    /// What is written of the process and of each request.
+    pub log: Log,
+    /// Where requests are traced to; nowhere if none.
+    pub traces: Option<Traces>,
     /// Where slots are counted.
     pub store: Store,
     /// The priority classes. Routes and limits refer to them by index.

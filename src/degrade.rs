@@ -9,14 +9,13 @@ use crate::{
     body::ResponseBody,
     config::{Config, Step},
     copies::Found,
-    headers,
+    headers::{self, TIDEGATE_DEGRADED},
     reason::Reason,
     reply,
     request_id::X_REQUEST_ID,
     told::Told,
 };
 
-const TIDEGATE_DEGRADED: HeaderName = HeaderName::from_static("tidegate-degraded");
 const CACHE_STATUS: HeaderName = HeaderName::from_static("cache-status");
 
 /// A step, ready to be taken.

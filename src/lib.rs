@@ -1,5 +1,6 @@
 #![doc = include_str!("../ARCHITECTURE.md")]
 
+mod account;
 pub mod admin;
 pub mod admission;
 pub mod app;
@@ -18,6 +19,7 @@ mod gauge;
 mod headers;
 pub mod leases;
 pub mod ledger;
+pub mod log;
 pub mod metrics;
 pub mod proxy;
 pub mod reason;
@@ -33,6 +35,7 @@ pub mod store;
 pub mod systemd;
 mod target;
 mod told;
+mod traces;
 mod tunnel;
 mod upload;
 mod upstream;

@@ -20,7 +20,7 @@ const EXIT_USAGE: u8 = 2;
 fn main() -> ExitCode {
     let sockets = Sockets::take();
     let command = cli::parse();
-    app::init();
+    let log = app::init();
     match command {
         Command::Run(run) => {
             let (file, threads) = (run.file(), run.threads);
@@ -32,7 +32,7 @@ fn main() -> ExitCode {
                     return ExitCode::FAILURE;
                 }
             };
-            with_config(source.load(), |config| app::main(config, source, sockets, threads))
+            with_config(source.load(), |config| app::main(config, source, sockets, threads, log))
         }
         Command::Check(options) => with_config(Config::load(&options.config), |config| {
             print!("{}", check::report(&config));

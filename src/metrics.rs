@@ -24,10 +24,12 @@ use crate::{
 };
 
 mod endpoints;
+mod lost;
 mod reloads;
 
 use endpoints::EndpointFamilies;
 pub use endpoints::EndpointMetrics;
+pub use lost::Lost;
 pub use reloads::Reloads;
 
 /// From half a millisecond to a quarter of an hour.
@@ -65,6 +67,7 @@ struct Families {
     readded: Counter,
     turned_away: Family<TurnedAwayLabel, Counter>,
     reloads: Reloads,
+    lost: Lost,
 }
 
 #[derive(Debug)]
@@ -209,6 +212,11 @@ impl Metrics {
     /// How reading the configuration again went.
     pub fn reloads(&self) -> &Reloads {
         &self.all.reloads
+    }
+
+    /// What was to be told of requests and got lost.
+    pub fn lost(&self) -> &Lost {
+        &self.all.lost
     }
 
     /// The handles of a limit.
@@ -360,6 +368,7 @@ impl Families {
             turned_away.clone(),
         );
         let reloads = Reloads::register(&mut registry);
+        let lost = Lost::register(&mut registry);
         Self {
             registry,
             limits,
@@ -375,6 +384,7 @@ impl Families {
             readded,
             turned_away,
             reloads,
+            lost,
         }
     }
 }

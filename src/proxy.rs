@@ -1,10 +1,10 @@
 //! The story of a request: find its route, find it a slot, forward it, tie the slot to the answer.
 
-use std::{sync::Arc, time::Duration};
+use std::{net::IpAddr, sync::Arc, time::Duration};
 
 use bytes::Bytes;
 use http::{
-    HeaderName, HeaderValue, Method, Request, Response, StatusCode, Version,
+    HeaderMap, HeaderName, HeaderValue, Method, Request, Response, StatusCode, Version,
     header::{CONTENT_LENGTH, EXPECT, HOST, TRANSFER_ENCODING},
     request::Parts,
 };
@@ -14,6 +14,7 @@ use tokio::{runtime::Handle, time::Instant};
 use uuid::Uuid;
 
 use crate::{
+    account::{Account, Accounts},
     admission::{Admission, Arrival, Permit},
     client,
     config::{self, ClassRule, Config, Dialect, HeaderRules, Route, WeightRule},
@@ -22,6 +23,7 @@ use crate::{
     exchange::{Failure, Held, Owner},
     gauge::{Gauge, Share},
     headers::{self, Way},
+    log::Log,
     metrics::Metrics,
     reason::Reason,
     registry::Registry,
@@ -60,6 +62,7 @@ pub struct Proxy {
     copies: Option<Arc<Copies>>,
     admission: Arc<Admission>,
     metrics: Arc<Metrics>,
+    accounts: Arc<Accounts>,
     trusted: Vec<IpNet>,
     stall: Duration,
     seats: Arc<Gauge>,
@@ -142,6 +145,7 @@ impl<'a> Target<'a> {
 struct Notes {
     route: Option<usize>,
     queued: Duration,
+    account: Account,
 }
 
 /// A request ready to leave.
@@ -156,8 +160,13 @@ struct Call {
 
 impl Proxy {
     /// Must be called inside the runtime on which the upstream connections will live.
-    pub fn new(config: &Config, admission: Arc<Admission>, metrics: Arc<Metrics>) -> Arc<Self> {
-        Self::build(config, admission, metrics, None)
+    pub fn new(
+        config: &Config,
+        admission: Arc<Admission>,
+        metrics: Arc<Metrics>,
+        log: Arc<Log>,
+    ) -> Arc<Self> {
+        Self::build(config, admission, metrics, log, None)
     }
 
     /// The proxy of another configuration, with what running requests and connections of this one have in common with it.
@@ -166,17 +175,21 @@ impl Proxy {
         config: &Config,
         admission: Arc<Admission>,
         metrics: Arc<Metrics>,
+        log: Arc<Log>,
     ) -> Arc<Self> {
         self.seats.set_cap(config.server.max_in_flight);
-        Self::build(config, admission, metrics, Some(self))
+        Self::build(config, admission, metrics, log, Some(self))
     }
 
     fn build(
         config: &Config,
         admission: Arc<Admission>,
         metrics: Arc<Metrics>,
+        log: Arc<Log>,
         before: Option<&Self>,
     ) -> Arc<Self> {
+        let told = before.map(|before| &*before.accounts);
+        let accounts = Accounts::new(config, &metrics, log, admission.instance(), told);
         let kept = |upstream: &config::Upstream| {
             let at = before?.made_of.iter().position(|known| known == upstream)?;
             Some(Arc::clone(&before?.upstreams[at]))
@@ -197,6 +210,7 @@ impl Proxy {
             copies: Copies::new(config),
             admission,
             metrics,
+            accounts,
             trusted: config.server.trusted_proxies.clone(),
             stall: config.server.stall_timeout,
             seats: shared(|proxy| &proxy.seats, config.server.max_in_flight),
@@ -210,6 +224,11 @@ impl Proxy {
     /// Every upstream, in the order of the configuration.
     pub(crate) fn upstreams(&self) -> Vec<Arc<Upstream>> {
         self.upstreams.clone()
+    }
+
+    /// Waits until what is to be told of requests has been told, but not longer than `patience` for each.
+    pub async fn flush(&self, patience: Duration) {
+        self.accounts.flush(patience).await;
     }
 
     /// Ends the request that holds its slots under this id; false if it isn't here.
@@ -229,20 +248,30 @@ impl Proxy {
         let trusted = client::is_trusted(conn.peer().ip(), &self.trusted);
         let id = RequestId::of(&parts.headers, trusted);
         parts.headers.insert(X_REQUEST_ID, id.value());
-        let answer = match target::settle(&mut parts) {
+        let settled = target::settle(&mut parts);
+        notes.account =
+            self.accounts.open(&mut parts, &id, trusted, |head| self.client(head, conn, trusted));
+        let answer = match settled {
             Ok(()) => self.serve(parts, body, conn, &mut notes).await,
-            Err(Objection::Server) => return reply::options(),
+            Err(Objection::Server) => {
+                let mut response = reply::options();
+                notes.account.answered(&response);
+                response.body_mut().tie(notes.account, is_head);
+                return response;
+            }
             Err(Objection::Connect) => Err(Reply::method_not_allowed(METHODS)),
             Err(Objection::Bad) => Err(Reason::BadRequest.into()),
         };
         let dialect = notes.route.map(|route| self.rules[route].dialect).unwrap_or_default();
         let refuse = |reply: Reply| {
+            notes.account.refused(reply.reason());
             reply.spoken(dialect).grpc(is_grpc).to(id.clone()).respond(is_head, notes.queued)
         };
         let mut response = answer.unwrap_or_else(refuse);
         // An upstream that has an id of its own for it is asked about that one.
         response.headers_mut().entry(X_REQUEST_ID).or_insert_with(|| id.value());
-        tracing::debug!(request_id = id.as_str(), status = response.status().as_u16(), "answered");
+        notes.account.answered(&response);
+        response.body_mut().tie(notes.account, is_head);
         if let Some(route) = notes.route {
             self.rules[route].response_headers.apply(response.headers_mut());
             self.metrics.route(route).answered(response.status(), began.elapsed());
@@ -259,24 +288,29 @@ impl Proxy {
     ) -> Result<Response<ResponseBody>, Reply> {
         let route = self.find_route(&parts)?;
         notes.route = Some(route);
+        notes.account.routed(route);
         let seat = self.seats.take(1).ok_or(Reason::ProcessFull)?;
         let (body, _small) = self.read_if_small(&parts, body).await?;
         let admitted = self.admit(route, &parts, conn, notes).await;
         let (permit, target) = match admitted {
             Ok(permit) => (permit, Target::of(&self.rules[route])),
-            Err(reply) => match self.degrade(route, reply, &parts, &body, conn).await? {
-                Instead::Upstream(permit, target) => (permit, target),
-                Instead::Answer(mut response) => {
-                    headers::add_timing(response.headers_mut(), notes.queued, None);
-                    return Ok(response);
+            Err(reply) => {
+                notes.account.refused(reply.reason());
+                match self.degrade(route, reply, &parts, &body, conn).await? {
+                    Instead::Upstream(permit, target) => (permit, target),
+                    Instead::Answer(mut response) => {
+                        headers::add_timing(response.headers_mut(), notes.queued, None);
+                        return Ok(response);
+                    }
                 }
-            },
+            }
         };
+        notes.account.called(target.upstream, &permit);
         let mark = target.mark.cloned();
         let interest = self.interest(route, &target, &parts, &body);
         let call = self.prepare(target, parts, body, conn, &permit, interest)?;
         let held = Held { permit, _seat: seat };
-        let mut response = self.forward(call, held, conn, notes.queued).await?;
+        let mut response = self.forward(call, held, conn, notes).await?;
         if let Some(mark) = mark {
             degrade::mark(&mut response, mark);
         }
@@ -344,18 +378,22 @@ impl Proxy {
     fn arrival<'a>(&self, parts: &'a Parts, conn: &ClientConn) -> Arrival<'a> {
         let peer = conn.peer().ip();
         let trusted = client::is_trusted(peer, &self.trusted);
-        let client = match trusted {
-            true => client::address(peer, &parts.headers, &self.trusted),
-            false => peer.to_canonical(),
-        };
         Arrival {
             headers: &parts.headers,
-            client,
+            client: self.client(&parts.headers, conn, trusted),
             trusted,
             body: match target::content_length(&parts.headers) {
                 None if !parts.headers.contains_key(TRANSFER_ENCODING) => Some(0),
                 length => length,
             },
+        }
+    }
+
+    fn client(&self, head: &HeaderMap, conn: &ClientConn, trusted: bool) -> IpAddr {
+        let peer = conn.peer().ip();
+        match trusted {
+            true => client::address(peer, head, &self.trusted),
+            false => peer.to_canonical(),
         }
     }
 
@@ -404,6 +442,7 @@ impl Proxy {
             Ok(permit) => permit.taken() - asked,
             Err(_) => asked.elapsed(),
         };
+        notes.account.asked(asked, &admitted);
         Ok(admitted?)
     }
 
@@ -476,8 +515,9 @@ impl Proxy {
         call: Call,
         held: Held,
         conn: &ClientConn,
-        queued: Duration,
+        notes: &mut Notes,
     ) -> Result<Response<ResponseBody>, Reply> {
+        let queued = notes.queued;
         let started = held.permit.taken();
         let upload = match call.request.body() {
             Outgoing::Stream(_, upload) => Some(Arc::clone(upload)),
@@ -491,6 +531,7 @@ impl Proxy {
         if let Err(Failure { spare: Some(spare), .. }) = answer {
             answer = owner.send_again(*spare).await;
         }
+        notes.account.reached(|| owner.endpoint());
         let took = started.elapsed();
         match answer {
             Ok(mut head) if head.status() == StatusCode::SWITCHING_PROTOCOLS => {
@@ -502,7 +543,9 @@ impl Proxy {
                 consent.tell(head.headers_mut());
                 headers::add_timing(head.headers_mut(), queued, Some(took));
                 owner.begin_tunnel();
-                conn.leave_tunnel(tunnel::run(wish, consent, owner, idle));
+                let mut account = std::mem::take(&mut notes.account);
+                account.answered(&head);
+                conn.leave_tunnel(tunnel::run(wish, consent, owner, idle, account));
                 Ok(head.map(|()| ResponseBody::whole(Bytes::new())))
             }
             Ok(head) => {
@@ -526,8 +569,14 @@ impl Handler for Proxy {
         self.answer(request, conn).await
     }
 
-    fn unreadable(&self, status: StatusCode) -> Response<Bytes> {
-        Reply::unreadable(status).to(RequestId::new()).compose(Duration::ZERO)
+    fn unreadable(&self, status: StatusCode, conn: &ClientConn) -> Response<Bytes> {
+        let (id, reply) = (RequestId::new(), Reply::unreadable(status));
+        let mut account = self.accounts.open_unread(&id, conn.peer().ip());
+        account.refused(reply.reason());
+        let response = reply.to(id).compose(Duration::ZERO);
+        account.answered(&response);
+        account.complete();
+        response
     }
 
     fn turned_away(&self, why: TurnedAway) {

@@ -366,6 +366,9 @@ mod tests {
             for _ in 0..200 {
                 let refusal = Refusal {
                     reason: Reason::QueueFull,
+                    limit: None,
+                    rate: None,
+                    class: 0,
                     status: None,
                     expected_wait: expected.map(Duration::from_millis),
                 };

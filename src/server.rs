@@ -54,7 +54,7 @@ pub trait Handler: Send + Sync + 'static {
     ) -> impl Future<Output = Response<Self::Body>> + Send;
 
     /// The answer to a head that can't be read: of this status, which is 400, 414 or 431.
-    fn unreadable(&self, status: StatusCode) -> Response<Bytes>;
+    fn unreadable(&self, status: StatusCode, conn: &ClientConn) -> Response<Bytes>;
 
     /// Hears of a connection that isn't served.
     fn turned_away(&self, why: TurnedAway);
@@ -86,8 +86,8 @@ impl<H: Handler> Handler for ArcSwap<H> {
         self.load_full().handle(request, conn).await
     }
 
-    fn unreadable(&self, status: StatusCode) -> Response<Bytes> {
-        self.load().unreadable(status)
+    fn unreadable(&self, status: StatusCode, conn: &ClientConn) -> Response<Bytes> {
+        self.load().unreadable(status, conn)
     }
 
     fn turned_away(&self, why: TurnedAway) {

@@ -22,7 +22,7 @@ use tokio::{
     time::{self, Instant},
 };
 
-use crate::{exchange::Owner, headers};
+use crate::{account::Account, exchange::Owner, headers};
 
 const PIECE: usize = 8 * 1024;
 
@@ -89,16 +89,22 @@ fn names(line: &HeaderValue, wanted: &str) -> bool {
 }
 
 /// Moves bytes until both halves have ended, one broke, or nothing moved for `idle`.
-pub(crate) async fn run(wish: Wish, consent: Consent, owner: Owner, idle: Duration) {
-    let clock = Clock::new();
+pub(crate) async fn run(
+    wish: Wish,
+    consent: Consent,
+    owner: Owner,
+    idle: Duration,
+    mut account: Account,
+) {
+    let (clock, sent, received) = (Clock::new(), AtomicU64::new(0), AtomicU64::new(0));
     let moving = async {
         let (client, upstream) =
             tokio::try_join!(wish.client, consent.upstream).map_err(io::Error::other)?;
         let (from_client, to_client) = tokio::io::split(TokioIo::new(client));
         let (from_upstream, to_upstream) = tokio::io::split(TokioIo::new(upstream));
         tokio::try_join!(
-            one_way(from_client, to_upstream, &clock),
-            one_way(from_upstream, to_client, &clock),
+            one_way(from_client, to_upstream, &clock, &sent),
+            one_way(from_upstream, to_client, &clock, &received),
         )
     };
     // The upstream's connection is closed when this is over, and only then the slot is free.
@@ -106,12 +112,16 @@ pub(crate) async fn run(wish: Wish, consent: Consent, owner: Owner, idle: Durati
         ended = moving => ended,
         () = clock.silence(idle) => Err(io::ErrorKind::TimedOut.into()),
     };
+    account.given(received.into_inner());
     match ended {
-        Ok((sent, received)) => {
-            tracing::debug!(sent, received, "tunnel ended");
+        Ok(_) => {
+            account.complete();
             owner.tunnel_ended();
         }
-        Err(error) => tracing::debug!(%error, "tunnel broke"),
+        Err(error) => {
+            tracing::debug!(%error, "tunnel broke");
+            account.cut(owner.why_cut());
+        }
     }
 }
 
@@ -119,18 +129,18 @@ async fn one_way(
     mut from: impl AsyncRead + Unpin,
     mut to: impl AsyncWrite + Unpin,
     clock: &Clock,
-) -> io::Result<u64> {
+    moved: &AtomicU64,
+) -> io::Result<()> {
     let mut piece = vec![0; PIECE];
-    let mut moved = 0;
     loop {
         let size = from.read(&mut piece).await?;
         if size == 0 {
             to.shutdown().await?;
-            return Ok(moved);
+            return Ok(());
         }
         to.write_all(&piece[..size]).await?;
         to.flush().await?;
-        moved += size as u64;
+        moved.fetch_add(size as u64, Relaxed);
         clock.mark();
     }
 }

@@ -111,6 +111,7 @@ fn imports_point_one_way() {
                 "admission" => !["admission", "leases", "store", "metrics", "config", "reason"]
                     .contains(&import.as_str()),
                 "copies" => !["config", "gauge", "headers", "target"].contains(&import.as_str()),
+                "log" | "traces" => import != room && import != "config",
                 "server" => !["server", "config"].contains(&import.as_str()),
                 leaf if leaves.contains(&leaf) => import != leaf && import != "config",
                 _ => ["app", "main", "cli", "demo"].contains(&import.as_str()),

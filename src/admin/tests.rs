@@ -26,7 +26,8 @@ async fn start(token: Option<&str>) -> String {
     let (_, draining) = watch::channel(false);
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let url = format!("http://{}", listener.local_addr().unwrap());
-    let admin = Admin::new(&config, admission, metrics, Vec::new(), draining);
+    let log = Arc::new(Log::apart());
+    let admin = Admin::new(&config, admission, metrics, Vec::new(), draining, log);
     tokio::spawn(serve(listener, Arc::new(ArcSwap::new(admin))));
     url
 }

@@ -20,10 +20,12 @@ use super::{
 
 mod headers;
 mod health;
+mod log;
 mod policy;
 
 pub(super) use headers::{FileFields, FileHeaderRules, FileValue};
 pub(super) use health::{FileEjection, FileHealthCheck};
+pub(super) use log::{FileLog, FileTraces};
 pub(super) use policy::{
     FileClass, FileClassPolicy, FileClassTable, FileClasses, FileQueue, FileQueueTable, FileRate,
     FileStep, FileWeight, FileWeightTable, ShortOr,
@@ -84,6 +86,8 @@ fn expand_value(
 pub(super) struct FileConfig {
     pub(super) server: FileServer,
     pub(super) admin: FileAdmin,
+    pub(super) log: FileLog,
+    pub(super) traces: Option<Spanned<FileTraces>>,
     pub(super) store: FileStore,
     pub(super) classes: FileClasses,
     pub(super) limits: Named<FileLimit>,

@@ -24,6 +24,7 @@ use super::{
 
 mod endpoints;
 mod headers;
+mod log;
 mod policy;
 mod tls;
 
@@ -83,7 +84,18 @@ pub(super) fn resolve(file: FileConfig, end: usize, folder: &Path) -> Found<Conf
     check_orders(&file.routes, &routes, &upstreams, &limits)?;
     check_leases(&file.limits, &routes, &upstreams, &limits, store.op_timeout)?;
     let classes = known.classes.classes;
-    Ok(Config { server, admin: Some(admin), store, classes, limits, rates, upstreams, routes })
+    Ok(Config {
+        server,
+        admin: Some(admin),
+        log: log::log(&file.log)?,
+        traces: file.traces.as_ref().map(log::traces).transpose()?,
+        store,
+        classes,
+        limits,
+        rates,
+        upstreams,
+        routes,
+    })
 }
 
 /// What a route may name.

@@ -8,6 +8,7 @@ use super::*;
 
 mod crossing;
 mod policy;
+mod telling;
 
 /// What a table leaves out so that the rest is a valid file.
 const REST: &str = r#"
@@ -45,7 +46,7 @@ fn first_line(text: &str) -> String {
 const BAD_HEADS: &[(&str, &str)] = &[
     (
         "[sever]",
-        "1:2: sever: unknown key, did you mean `server`? expected one of server, admin, store, classes, limits, rates, upstreams, routes",
+        "1:2: sever: unknown key, did you mean `server`? expected one of server, admin, log, traces, store, classes, limits, rates, upstreams, routes",
     ),
     (
         "[server]\nlisten = \"127.0.0.1:1\"\ntrustd_proxies = []",

@@ -99,6 +99,23 @@ impl Owner {
         poll_fn(|cx| self.0.poll_head(cx)).await
     }
 
+    /// Why the exchange ended early, if it did.
+    pub(crate) fn why_cut(&self) -> Option<Reason> {
+        match self.0.lock().phase {
+            Phase::Over(reason) => reason,
+            _ => None,
+        }
+    }
+
+    /// The endpoint that has the request, or had it last, as configured.
+    pub(crate) fn endpoint(&self) -> Option<String> {
+        match &self.0.lock().phase {
+            Phase::Body(_, _, line) | Phase::Tunnel(_, line) => Some(line.endpoint().to_owned()),
+            Phase::Idle(_, open) => open.as_ref().map(|open| open.endpoint().to_owned()),
+            Phase::Head(..) | Phase::Over(_) => None,
+        }
+    }
+
     /// Ends the exchange for a reason of our own.
     pub(crate) fn cut(&self, reason: Reason) {
         self.0.cut(reason);

@@ -95,7 +95,7 @@ impl<H: Handler> Server<H> {
             .keep_alive_timeout(PING);
         let words: Words = {
             let handler = Arc::clone(&handler);
-            Arc::new(move |status| handler.unreadable(status))
+            Arc::new(move |status, client: &ClientConn| handler.unreadable(status, client))
         };
         let tls = settings.tls.as_ref().map(tls::acceptor);
         Self {

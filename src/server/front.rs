@@ -18,7 +18,7 @@ use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use super::{client::ClientConn, detect::Prefix, framing::Framing};
 
 /// What is said instead of hyper's answer of this status.
-pub(super) type Words = Arc<dyn Fn(StatusCode) -> Response<Bytes> + Send + Sync>;
+pub(super) type Words = Arc<dyn Fn(StatusCode, &ClientConn) -> Response<Bytes> + Send + Sync>;
 
 /// Replays what was read before hyper had the connection, and corrects what hyper says.
 pub(super) struct Front<T> {
@@ -98,7 +98,7 @@ impl<T: AsyncWrite + Unpin> Front<T> {
                 status => status,
             };
             let date = &last[last.len() - END.len() - DATE..last.len() - END.len()];
-            written(&(http1.words)(status), date)
+            written(&(http1.words)(status, &self.client), date)
         });
         while answer.has_remaining() {
             match Pin::new(&mut self.inner).poll_write(cx, answer) {

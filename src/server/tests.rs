@@ -99,7 +99,7 @@ impl Handler for Scripted {
         self.tell(Event::TurnedAway(why));
     }
 
-    fn unreadable(&self, status: StatusCode) -> Response<Bytes> {
+    fn unreadable(&self, status: StatusCode, _: &ClientConn) -> Response<Bytes> {
         let mut response = Response::new(Bytes::from_static(b"unreadable"));
         *response.status_mut() = status;
         response

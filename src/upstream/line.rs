@@ -36,7 +36,7 @@ pub(crate) struct Line {
 /// What must end before the upstream knows that nobody waits for it.
 #[derive(Debug)]
 pub(crate) struct Open {
-    _busy: Busy,
+    busy: Busy,
     on: On<Link, h2::Stream>,
 }
 
@@ -171,6 +171,11 @@ impl Line {
         Pin::new(body).poll_frame(&mut quiet)
     }
 
+    /// The endpoint, as configured.
+    pub(crate) fn endpoint(&self) -> &str {
+        self.busy.names().1
+    }
+
     /// Notes that a response began.
     pub(crate) fn answered(&self) {
         match &self.on {
@@ -196,7 +201,12 @@ impl Line {
 
 impl Open {
     pub(super) fn new(busy: Busy, on: On<Link, h2::Stream>) -> Self {
-        Self { _busy: busy, on }
+        Self { busy, on }
+    }
+
+    /// The endpoint, as configured.
+    pub(crate) fn endpoint(&self) -> &str {
+        self.busy.names().1
     }
 
     /// Has the upstream told, as soon as may be.

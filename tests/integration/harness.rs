@@ -8,6 +8,7 @@ use std::{
 };
 
 mod client;
+mod collector;
 mod h2_upstream;
 mod proxy;
 mod redis;
@@ -17,6 +18,7 @@ mod self_test;
 mod upstream;
 
 pub(crate) use client::{Answer, Client, H2, Raw, get};
+pub(crate) use collector::{Collector, attribute};
 pub(crate) use h2_upstream::{First, H2Upstream, Settings};
 pub(crate) use proxy::{Conf, Proxy, Reload, config_file, one_limit, run_to_end};
 pub(crate) use redis::{Redis, Sentinels};

@@ -12,7 +12,7 @@ use tokio::{
     process::Command,
 };
 
-use crate::harness::{Client, Proxy, Raw, Upstream, eventually, get, one_limit, within};
+use crate::harness::{Client, Collector, Proxy, Raw, Upstream, eventually, get, one_limit, within};
 
 #[tokio::test]
 async fn h64_a_head_begun_behind_another_request_has_its_deadline() {
@@ -106,14 +106,27 @@ async fn uploads_see(proxy: &Proxy, expected: &str) {
     }
 }
 
-const SECRETS: [&str; 6] =
-    ["s3cret-auth", "s3cret-key", "s3cret-goog", "s3cret-cookie", "s3cret-query", "s3cret-api"];
+const SECRETS: [&str; 7] = [
+    "s3cret-auth",
+    "s3cret-key",
+    "s3cret-goog",
+    "s3cret-cookie",
+    "s3cret-query",
+    "s3cret-api",
+    "s3cret-collector",
+];
 
 #[tokio::test]
 async fn j81_no_secret_is_logged_or_told() {
     let upstream = Upstream::spawn().await;
+    let collector = Collector::spawn().await;
+    let told = format!(
+        "[log]\nrequests = true\n[traces]\nendpoint = \"{}\"\nheaders = {{ x-api-key = \"{}\" }}\n",
+        collector.url(),
+        SECRETS[6]
+    );
     let proxy = Proxy::spawn_with(
-        &one_limit(&upstream, 1).queue("0"),
+        &one_limit(&upstream, 1).queue("0").route(told),
         &[("RUST_LOG", "tidegate=trace,info")],
     )
     .await;
@@ -139,7 +152,13 @@ async fn j81_no_secret_is_logged_or_told() {
         assert!(!SECRETS.iter().any(|secret| text.contains(secret)), "{text}");
     }
     let metrics = client.get(proxy.admin(), "/metrics").await;
-    let told = proxy.log() + &String::from_utf8_lossy(&metrics.body);
+    // Two that were admitted or tried to, one that was refused as it is, and one that was refused full.
+    collector.wait_spans(6).await;
+    eventually("each has its line", async || proxy.log().matches("\"end\":").count() >= 3).await;
+    let mut told = proxy.log() + &String::from_utf8_lossy(&metrics.body);
+    for (_, spans) in collector.calls() {
+        told += &String::from_utf8_lossy(&spans);
+    }
     for secret in SECRETS {
         assert!(!told.contains(secret), "{secret} in {told}");
     }

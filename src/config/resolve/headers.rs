@@ -22,7 +22,7 @@ pub(super) fn setting(file: &FileFields) -> Found<HeaderRules> {
     Ok(HeaderRules { set: fields(file)?, ..HeaderRules::default() })
 }
 
-fn fields(file: &FileFields) -> Found<Vec<(HeaderName, HeaderValue)>> {
+pub(super) fn fields(file: &FileFields) -> Found<Vec<(HeaderName, HeaderValue)>> {
     let field = |(name, value): (&Spanned<String>, &Spanned<FileValue>)| {
         let name = rules::ruled_header(name.get_ref()).at(name.span())?;
         Ok((name, rules::header_value(&value.get_ref().0).at(value.span())?))

@@ -16,7 +16,7 @@ use tokio::{
 use super::super::Proxy;
 use crate::{
     admission::{Admission, Arrival},
-    config::{Classes, Config, Limit, Route, Server, Store, StoreKind, StoreTls, WhenDown},
+    config::{Classes, Config, Limit, Log, Route, Server, Store, StoreKind, StoreTls, WhenDown},
     metrics::Metrics,
     server,
     store::MemoryStore,
@@ -45,7 +45,12 @@ impl Rig {
         let metrics = Metrics::new(&config);
         let store = Arc::new(MemoryStore::new());
         let admission = Admission::start(&config, store, Arc::clone(&metrics));
-        let proxy = Proxy::new(&config, Arc::clone(&admission), metrics);
+        let proxy = Proxy::new(
+            &config,
+            Arc::clone(&admission),
+            metrics,
+            Arc::new(crate::log::Log::apart()),
+        );
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let front = listener.local_addr().unwrap();
         let (_, settings) = tokio::sync::watch::channel(config.server);
@@ -167,6 +172,8 @@ fn config(endpoint: &str) -> Config {
             drain_timeout: second,
         },
         admin: None,
+        log: Log::default(),
+        traces: None,
         store: Store {
             kind: StoreKind::Memory,
             tls: StoreTls::default(),

@@ -4,7 +4,7 @@ use std::{
     net::{SocketAddr, TcpListener},
     os::fd::OwnedFd,
     path::{Path, PathBuf},
-    process::{ExitStatus, Output},
+    process::{ExitStatus, Output, Stdio},
 };
 
 use serde_json::Value;
@@ -205,6 +205,16 @@ impl Proxy {
             .args(["--slots", &slots.to_string()])
             .args(["--admin-listen", &admin.to_string()]);
         Self::start(command, dir, addr, admin).await
+    }
+
+    /// The same with something else for stdout.
+    pub(crate) async fn spawn_into(conf: &Conf, stdout: Stdio) -> Self {
+        let (dir, addr, admin) = (TempDir::new().unwrap(), unused_addr(), unused_addr());
+        let file = dir.path().join("proxy.toml");
+        std::fs::write(&file, conf.text(addr, admin)).unwrap();
+        let mut command = tidegate();
+        command.args(["run", "--config"]).arg(file).stdout(stdout);
+        Self::start_by("/readyz", command, dir, addr, admin).await
     }
 
     /// The same, alive but perhaps never ready.
