@@ -58,15 +58,13 @@ pub struct Permit {
     held: Option<Held>,
     taken: Instant,
     max_hold: Option<Duration>,
-    /// None where nobody was asked.
-    class: Option<usize>,
-    shadow: Option<Reason>,
 }
 
 #[derive(Debug)]
 struct Held {
     lease: Lease,
     meters: Arc<[LimitMetrics]>,
+    class: usize,
 }
 
 /// Why a request wasn't admitted. Nothing of it is kept anywhere.
@@ -177,29 +175,21 @@ impl Admission {
         let Planned { plan, meters, max_hold } = planned;
         let (id, asked) = (Uuid::now_v7(), Instant::now());
         if plan.is_empty() {
-            return Ok(Permit {
-                id,
-                held: None,
-                taken: asked,
-                max_hold: None,
-                class: None,
-                shadow: None,
-            });
+            return Ok(Permit { id, held: None, taken: asked, max_hold: None });
         }
         let ask = plan.ask(id, arrival);
         let class = ask.class;
         match self.leases.acquire(ask, plan.deadline(arrival, asked)).await {
             Ok(lease) => {
                 let taken = lease.taken();
-                let shadow = lease.shadow().map(|would| {
+                if let Some(would) = lease.shadow() {
                     let reason = reason_of(would.why);
                     self.metrics.shadowed(self.limit_at(would.limit), would.rate, class, reason);
-                    reason
-                });
+                }
                 meters.iter().for_each(|meter| meter.granted(taken - asked));
                 let id = lease.holder();
-                let held = Some(Held { lease, meters: Arc::clone(meters) });
-                Ok(Permit { id, held, taken, max_hold: *max_hold, class: Some(class), shadow })
+                let held = Some(Held { lease, meters: Arc::clone(meters), class });
+                Ok(Permit { id, held, taken, max_hold: *max_hold })
             }
             Err(refused) => {
                 meters.iter().for_each(LimitMetrics::refused);
@@ -293,14 +283,15 @@ impl Permit {
         self.taken
     }
 
-    /// The class of the request, where it mattered.
+    /// The class of the request; none where nobody was asked.
     pub fn class(&self) -> Option<usize> {
-        self.class
+        self.held.as_ref().map(|held| held.class)
     }
 
-    /// Why it would have been refused, but for a limit or a rate in shadow mode, if it would have been.
+    /// Why a limit or a rate in shadow mode would have refused it, if one would have.
     pub fn shadow(&self) -> Option<Reason> {
-        self.shadow
+        let would = self.held.as_ref().and_then(|held| held.lease.shadow());
+        would.map(|would| reason_of(would.why))
     }
 
     /// Tells until when the request may rely on its slots, if it is to be cut then.

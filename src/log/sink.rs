@@ -4,7 +4,7 @@ use std::{
     io::{self, BufWriter, Write},
     sync::{
         OnceLock,
-        mpsc::{self, Receiver, SyncSender, TryRecvError},
+        mpsc::{self, Receiver, SyncSender},
     },
     thread,
     time::Duration,
@@ -59,10 +59,7 @@ fn follow(orders: Receiver<Order>) {
                     let _ = done.try_send(());
                 }
             }
-            next = match orders.try_recv() {
-                Ok(order) => Some(order),
-                Err(TryRecvError::Empty | TryRecvError::Disconnected) => None,
-            };
+            next = orders.try_recv().ok();
         }
         let _ = out.flush();
     }
