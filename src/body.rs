@@ -62,7 +62,8 @@ impl ResponseBody {
     /// What comes of a poll is what the client gets.
     fn account_for(&mut self, polled: &Poll<Option<Result<Frame<Bytes>, BoxError>>>) {
         match polled {
-            Poll::Pending => {}
+            // Dropping the body says why it broke off.
+            Poll::Pending | Poll::Ready(Some(Err(_))) => {}
             Poll::Ready(Some(Ok(frame))) => {
                 self.account.given(frame.data_ref().map_or(0, Bytes::len) as u64);
                 if self.is_end_stream() {
@@ -70,7 +71,6 @@ impl ResponseBody {
                 }
             }
             Poll::Ready(None) => self.account.complete(),
-            Poll::Ready(Some(Err(_))) => self.account.cut(self.kind.why_cut()),
         }
     }
 }
@@ -120,7 +120,7 @@ impl Body for ResponseBody {
 
 impl Drop for ResponseBody {
     fn drop(&mut self) {
-        // It may have been cut while the client took nothing, and so it was never polled again.
+        // Here and not where it is polled: one that is cut while the client takes nothing is never polled again.
         if self.account.is_open()
             && let Some(reason) = self.kind.why_cut()
         {

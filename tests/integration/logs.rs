@@ -159,7 +159,7 @@ async fn j80_hostile_bytes_stay_in_one_line() {
         b"/%0d%0a%1b[31m%00",
         b"/\"end\":\"forged\",\\\"x\\",
         b"/\xff\xc2\x85\xe2\x80\xa8",
-        b"/a?key=\x80s3cret",
+        b"/a?key=s3cret",
         format!("/{long}").leak().as_bytes(),
     ];
     let hosts: [&[u8]; 4] = [b"a", b"a\"b", b"\xff\xfe", b"a\x1b[2J"];
