@@ -1,35 +1,39 @@
-//! The listener for operators: is it alive, is it ready, what is full, the metrics, and a limit's slots to change.
+//! The listener for operators: is it alive, is it ready, what is full, the metrics, a page that shows it all, a limit's
+//! slots to change, and holders to evict.
 
 use std::{convert::Infallible, sync::Arc, time::Duration};
 
 use arc_swap::ArcSwap;
 use bytes::Bytes;
 use http::{Method, Request, Response, StatusCode, header};
-use http_body_util::{BodyExt, Full, Limited};
+use http_body_util::{BodyExt, Either, Full, Limited};
 use hyper::{body::Incoming, server::conn::http1, service::service_fn};
 use hyper_util::rt::{TokioIo, TokioTimer};
 use serde::Deserialize;
-use serde_json::{Map, Value, json};
+use serde_json::Value;
 use tokio::{net::TcpListener, sync::watch};
 use uuid::Uuid;
 
 use crate::{
     admission::Admission,
     config::{Config, Limit, MOST_SLOTS, StoreKind, WhenDown},
-    leases::Outlook,
     log::Log,
     metrics::Metrics,
-    store::{SetState, SetStatus, StoreError},
     upstream::Upstream,
 };
 
 mod endpoints;
 mod guard;
+mod holders;
+mod live;
 mod log;
+mod page;
+mod status;
 #[cfg(test)]
 mod tests;
 
 use guard::{Denied, Guard};
+use live::{Events, Live, Seat};
 
 /// What a write may send.
 const LONGEST_BODY: usize = 1024;
@@ -46,6 +50,9 @@ pub struct Admin {
     limits: Vec<Arc<str>>,
     /// Per limit, how many slots an operator may give it.
     most_slots: Vec<u32>,
+    /// Per limit, whether it has a key.
+    keyed: Vec<bool>,
+    rates: Vec<Arc<str>>,
     classes: Vec<Arc<str>>,
     admission: Arc<Admission>,
     metrics: Arc<Metrics>,
@@ -62,24 +69,31 @@ struct Patch {
     slots: Value,
 }
 
-type Answer = Response<Full<Bytes>>;
+type Answer = Response<Either<Full<Bytes>, Events>>;
 
 /// Serves until the process ends: operators look on while an instance drains.
 pub async fn serve(listener: TcpListener, admin: Arc<ArcSwap<Admin>>) {
+    let live = Live::start(Arc::clone(&admin));
     loop {
         let Ok((stream, _)) = listener.accept().await else {
             tokio::time::sleep(Duration::from_millis(100)).await;
             continue;
         };
         let admin = Arc::clone(&admin);
+        let seat = Seat::of(&live);
         tokio::spawn(async move {
             let service = service_fn(|request| {
                 let admin = admin.load_full();
-                async move { Ok::<_, Infallible>(admin.answer(request).await) }
+                let seat = &seat;
+                async move { Ok::<_, Infallible>(admin.answer(request, seat).await) }
             });
             let io = TokioIo::new(stream);
-            let _ =
-                http1::Builder::new().timer(TokioTimer::new()).serve_connection(io, service).await;
+            let connection =
+                http1::Builder::new().timer(TokioTimer::new()).serve_connection(io, service);
+            tokio::select! {
+                _ = connection => {}
+                () = seat.lost() => {}
+            }
         });
     }
 }
@@ -103,6 +117,8 @@ impl Admin {
         let instance = admission.instance();
         let guard = Guard::new(config.admin.as_ref());
         Arc::new(Self {
+            keyed: config.limits.iter().map(|limit| limit.key.is_some()).collect(),
+            rates: config.rates.iter().map(|rate| Arc::clone(&rate.name)).collect(),
             classes: config.classes.order.clone(),
             instance,
             store,
@@ -122,33 +138,42 @@ impl Admin {
         })
     }
 
-    async fn answer(&self, request: Request<Incoming>) -> Answer {
-        let known = ["/livez", "/readyz", "/status", "/metrics"];
+    async fn answer(&self, request: Request<Incoming>, seat: &Seat) -> Answer {
         let path = request.uri().path();
-        if let Some(name) = path.strip_prefix("/limits/") {
-            let Some(index) = self.limits.iter().position(|limit| &**limit == name) else {
+        if let Some(below) = path.strip_prefix("/limits/") {
+            let (name, below) = match below.split_once('/') {
+                Some((name, below)) => (name.to_owned(), Some(below.to_owned())),
+                None => (below.to_owned(), None),
+            };
+            let Some(index) = self.limits.iter().position(|limit| **limit == *name) else {
                 let names = self.limits.join(", ");
                 let why = format!("no limit of this name; there is {names}\n");
                 return answer(StatusCode::NOT_FOUND, TEXT, why);
             };
-            return self.limit(index, request).await;
+            return match below.as_deref() {
+                None => self.limit(index, request).await,
+                Some("holders") => self.holders(index, &request).await,
+                Some(below) => match below.strip_prefix("holders/").filter(|id| !id.is_empty()) {
+                    Some(id) => self.holder(index, id, &request).await,
+                    None => not_found(),
+                },
+            };
         }
         if path == "/log" {
             return self.log(request).await;
         }
-        if !known.contains(&path) {
-            return text(
-                StatusCode::NOT_FOUND,
-                "not found; there are /livez /readyz /status /metrics /limits/<name> /log\n",
-            );
+        if !PATHS.contains(&path) {
+            return not_found();
         }
         if request.method() != Method::GET && request.method() != Method::HEAD {
             return not_allowed("GET, HEAD");
         }
         match path {
+            "/" => page::page(),
             "/livez" => text(StatusCode::OK, "ok\n"),
             "/readyz" => self.ready(),
-            "/status" => json_answer(&self.status().await),
+            "/status" => json_answer(StatusCode::OK, &self.status().await),
+            "/events" => seat.take(request.method() == Method::HEAD, self.status().await),
             _ => self.metrics(),
         }
     }
@@ -167,13 +192,8 @@ impl Admin {
             },
             _ => return not_allowed("GET, HEAD, PATCH"),
         };
-        json_answer(&limit_status(
-            &self.admission.outlook(),
-            index,
-            self.instance,
-            &self.classes,
-            status,
-        ))
+        let outlook = self.admission.outlook();
+        json_answer(StatusCode::OK, &self.limit_status(&outlook, index, status))
     }
 
     /// The slots that a permitted write asks for; none for what the configuration says.
@@ -225,80 +245,19 @@ impl Admin {
         let kind = "application/openmetrics-text; version=1.0.0; charset=utf-8";
         answer(StatusCode::OK, kind, self.metrics.render(&self.admission.outlook()))
     }
-
-    async fn status(&self) -> Value {
-        let outlook = self.admission.outlook();
-        let mut limits = Map::new();
-        for (index, name) in self.limits.iter().enumerate() {
-            let status = self.admission.status(index).await;
-            let status = limit_status(&outlook, index, self.instance, &self.classes, status);
-            limits.insert(name.to_string(), status);
-        }
-        json!({
-            "instance": self.instance.to_string(),
-            "store": {
-                "kind": self.store,
-                "up": outlook.up,
-                "when_down": self.when_down,
-                "away": outlook.away,
-            },
-            "recovery": outlook.recovering,
-            "draining": *self.draining.borrow(),
-            "last_reload": self.metrics.reloads().last().map(|(at, worked)| json!({
-                "at": humantime::format_rfc3339_seconds(at).to_string(),
-                "worked": worked,
-            })),
-            "limits": limits,
-            "upstreams": endpoints::status(&self.upstreams),
-        })
-    }
 }
 
-/// One limit: exact where the store answers, else as of the last heartbeat.
-fn limit_status(
-    outlook: &Outlook,
-    index: usize,
-    instance: Uuid,
-    classes: &[Arc<str>],
-    status: Result<SetStatus, StoreError>,
-) -> Value {
-    let seen: &SetState = &outlook.sets[index];
-    let local = status.as_ref().map_or(outlook.local[index], |status| {
-        status.by_instance.get(&instance).copied().unwrap_or(0)
-    });
-    let hold = outlook.hold[index].map(|hold| hold.as_secs_f64());
-    let status = status.unwrap_or_else(|_| SetStatus {
-        slots: seen.slots,
-        used: seen.used,
-        waiting: vec![(seen.waiting, 0)],
-        ..SetStatus::default()
-    });
-    let waiting: u32 = status.waiting.iter().map(|(count, _)| count).sum();
-    let by_class: Map<_, _> = classes
-        .iter()
-        .zip(status.waiting.iter().map(|(count, _)| *count).chain(std::iter::repeat(0)))
-        .map(|(class, count)| (class.to_string(), json!(count)))
-        .collect();
-    let arrival_rate = outlook.arrival_rate[index];
-    let oldest = status.waiting.iter().map(|(_, oldest)| *oldest).max();
-    let queue_seconds = hold.map(|hold| f64::from(waiting) * hold / f64::from(status.slots.max(1)));
-    json!({
-        "slots": status.slots,
-        "in_use": status.used,
-        "local": local,
-        "share": outlook.shares[index],
-        "waiting": by_class,
-        "oldest_wait_ms": oldest.unwrap_or(0),
-        "queue_seconds": queue_seconds,
-        "arrival_rate": arrival_rate,
-        "needed_slots": hold.map(|hold| arrival_rate * hold),
-        "hold_ms": hold.map(|hold| hold * 1000.0),
-        "holders_by_instance": status.by_instance.iter().map(|(instance, slots)| (instance.to_string(), json!(slots))).collect::<Map<_, _>>(),
-    })
+fn json_answer(status: StatusCode, value: &Value) -> Answer {
+    answer(status, "application/json", format!("{value:#}\n"))
 }
 
-fn json_answer(value: &Value) -> Answer {
-    answer(StatusCode::OK, "application/json", format!("{value:#}\n"))
+/// What there is beside `/limits/`.
+const PATHS: [&str; 6] = ["/", "/livez", "/readyz", "/status", "/events", "/metrics"];
+
+fn not_found() -> Answer {
+    let why = "not found; there are / /livez /readyz /status /events /metrics /limits/<name> \
+               /limits/<name>/holders /limits/<name>/holders/<id> /log\n";
+    text(StatusCode::NOT_FOUND, why)
 }
 
 const TEXT: &str = "text/plain; charset=utf-8";
@@ -323,10 +282,11 @@ fn denied(status: StatusCode, why: &'static str) -> Answer {
 }
 
 fn answer(status: StatusCode, kind: &'static str, body: String) -> Answer {
-    let mut response = Response::new(Full::from(body));
+    let mut response = Response::new(Either::Left(Full::from(body)));
     *response.status_mut() = status;
     let headers = response.headers_mut();
     headers.insert(header::CONTENT_TYPE, header::HeaderValue::from_static(kind));
     headers.insert(header::CACHE_CONTROL, header::HeaderValue::from_static("no-store"));
+    headers.insert(header::X_CONTENT_TYPE_OPTIONS, header::HeaderValue::from_static("nosniff"));
     response
 }

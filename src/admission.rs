@@ -11,11 +11,13 @@ use crate::{
     leases::{Guard, Lease, Leases, LimitSettings, Outlook, Settings, WhenDown, Why},
     metrics::{LimitMetrics, Metrics},
     reason::Reason,
-    store::{ClassSpec, SetSpec, SetStatus, SlotStore, StoreError},
+    store::{ClassSpec, Evict, Evicted, Holder, SetSpec, SetStatus, SlotStore, StoreError},
 };
 
+mod evict;
 mod plan;
 
+pub use evict::Eviction;
 pub use plan::Arrival;
 use plan::Plan;
 

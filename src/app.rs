@@ -22,12 +22,16 @@ use crate::{
     log::Log,
     metrics::Metrics,
     proxy::Proxy,
+    reason::Reason,
     reload::{Reloads, Source},
-    remote::{self, Remote, RemoteError},
     server,
     store::{MemoryStore, RedisStore, SlotStore, StoreError},
     systemd::{self, Progress, Sockets},
 };
+
+mod operator;
+
+pub use operator::{evict, holders, limit, status};
 
 /// How long an instance that stops waits until the store has acknowledged its last release.
 const LEAVE_PATIENCE: Duration = Duration::from_secs(2);
@@ -183,16 +187,22 @@ impl Running {
         let admission = Admission::start(&config, store, Arc::clone(&metrics));
         let proxy =
             Proxy::new(&config, Arc::clone(&admission), Arc::clone(&metrics), Arc::clone(&log));
+        let upstreams = proxy.upstreams();
+        let proxy = Arc::new(ArcSwap::new(proxy));
+        let requests = Arc::downgrade(&proxy);
+        admission.cut_by(move |holder| {
+            requests.upgrade().is_some_and(|proxy| proxy.load().cut(holder, Reason::Evicted))
+        });
         let admin = Admin::new(
             &config,
             Arc::clone(&admission),
             Arc::clone(&metrics),
-            proxy.upstreams(),
+            upstreams,
             draining.clone(),
             Arc::clone(&log),
         );
         Self {
-            proxy: Arc::new(ArcSwap::new(proxy)),
+            proxy,
             admin: Arc::new(ArcSwap::new(admin)),
             settings: watch::Sender::new(config.server.clone()),
             config,
@@ -325,30 +335,6 @@ pub fn demo(options: &cli::Demo) -> ExitCode {
         }
         print!("{summary}");
         Ok::<_, Box<dyn Error + Send + Sync>>(())
-    })
-}
-
-/// Shows every limit of a running instance.
-pub fn status(options: cli::Status) -> ExitCode {
-    on_runtime(Some(1), async {
-        let status = Remote::new(options.admin.url, None).status().await?;
-        if options.json {
-            println!("{status:#}");
-        } else {
-            print!("{}", remote::table(&status));
-        }
-        Ok::<_, RemoteError>(())
-    })
-}
-
-/// Shows a limit of a running instance, or changes it first.
-pub fn limit(options: cli::Limit) -> ExitCode {
-    on_runtime(Some(1), async {
-        let change = options.change();
-        let instance = Remote::new(options.admin.url, options.token);
-        let limit = instance.limit(&options.limit, change).await?;
-        print!("{}", remote::line(&options.limit, &limit));
-        Ok::<_, RemoteError>(())
     })
 }
 

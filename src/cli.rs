@@ -3,6 +3,7 @@
 use std::{net::SocketAddr, path::PathBuf, time::Duration};
 
 use clap::{Args, Parser, Subcommand};
+use uuid::Uuid;
 
 use crate::{
     config::{AdminListen, Config, ConfigError, MOST_SLOTS, QuickOptions, Secret},
@@ -35,7 +36,8 @@ Examples:
                                            the same on several machines: 20 in all
   tidegate demo                            watch a limit hold; nothing to install
   tidegate size --rate 400/s --hold 100ms  how many slots that takes
-  tidegate status                          what the limits of a running instance do
+  tidegate status --watch                  what the limits of a running instance do, live
+  tidegate holders llm                     who has the slots of a limit
   tidegate limit llm --slots 30            change a limit while it runs
 
 Exit status: 0 done, 1 failed at run time, 2 wrong usage or configuration."
@@ -56,6 +58,10 @@ pub enum Command {
     Demo(Demo),
     /// Shows every limit of a running instance
     Status(Status),
+    /// Lists who has the slots of a limit, the longest first
+    Holders(Holders),
+    /// Ends the request of one holder, wherever in the fleet it runs
+    Evict(Evict),
     /// Shows a limit of a running instance, or changes its slots over the whole fleet
     Limit(Limit),
     /// Works out slots, rate or hold time from the other two, by Little's law
@@ -137,10 +143,75 @@ pub struct AdminAt {
 
 /// `tidegate status`
 #[derive(Args, Debug)]
+#[command(after_help = "\
+SLOTS, IN USE and WAITING are the whole fleet's. OLDEST is the longest wait, QUEUE how long the queue takes to empty, RATE how
+many requests ask this instance in a second, HOLD how long one has its slot, NEEDS the slots that takes by Little's law
+(RATE x HOLD), REFUSED what this instance refused since its start. Colours need a terminal, and no NO_COLOR.
+
+Examples:
+  tidegate status                   once
+  tidegate status --watch           every second; --watch 5s every five
+  tidegate status --json | jq .limits.llm")]
 pub struct Status {
+    /// Prints JSON instead of a table; with --watch one object a line
+    #[arg(long)]
+    pub json: bool,
+
+    /// Goes on, every second or as often as said: 500ms, 5s
+    #[arg(long, value_name = "TIME", num_args = 0..=1, default_missing_value = "1s", value_parser = every)]
+    pub watch: Option<Duration>,
+
+    /// Which instance.
+    #[command(flatten)]
+    pub admin: AdminAt,
+}
+
+/// `tidegate holders`
+#[derive(Args, Debug)]
+#[command(after_help = "\
+A holder is the id under which a request has its slots. With a key, KEY is the digest of its value. A plain client is a program
+that takes slots in Redis without Tidegate; its AGE counts from when it last renewed.
+
+Examples:
+  tidegate holders llm
+  tidegate holders llm --json | jq '.holders[] | select(.age_ms > 60000)'")]
+pub struct Holders {
+    /// The limit's name
+    pub limit: String,
+
     /// Prints JSON instead of a table
     #[arg(long)]
     pub json: bool,
+
+    /// Which instance.
+    #[command(flatten)]
+    pub admin: AdminAt,
+}
+
+/// `tidegate evict`
+#[derive(Args, Debug)]
+#[command(after_help = "\
+The instance that runs the request cuts it, and its client sees the answer break off. The slot is free once the upstream's
+connection is closed, so the upstream never sees more than N. What an instance left behind that is gone ends with its lease;
+--force frees it at once, whatever the upstream still does for it.
+
+Examples:
+  tidegate holders llm              shows the ids
+  tidegate evict llm 0198c2f0-7d5e-7c3a-9b7e-2f4f6a1d8e10")]
+pub struct Evict {
+    /// The limit's name
+    pub limit: String,
+
+    /// The holder, as `tidegate holders` lists it
+    pub holder: Uuid,
+
+    /// Frees at once what an instance left behind that is gone
+    #[arg(long)]
+    pub force: bool,
+
+    /// The token under `[admin]`, where there is one
+    #[arg(long, value_name = "TOKEN", env = "TIDEGATE_TOKEN", hide_env_values = true, value_parser = secret)]
+    pub token: Option<Secret>,
 
     /// Which instance.
     #[command(flatten)]
@@ -267,6 +338,12 @@ fn hold(text: &str) -> Result<Duration, String> {
     hold.ok_or_else(|| "must be a time above 0, such as 100ms or 2s".to_owned())
 }
 
+fn every(text: &str) -> Result<Duration, String> {
+    let every = humantime::parse_duration(text).ok();
+    let every = every.filter(|every| *every >= Duration::from_millis(100));
+    every.ok_or_else(|| "must be a time of 100ms or more, such as 500ms or 5s".to_owned())
+}
+
 fn burst(text: &str) -> Result<f64, String> {
     let burst = text.parse().ok().filter(|burst| (1.0..=100.0).contains(burst));
     burst.ok_or_else(|| "must be a number from 1 to 100".to_owned())
@@ -324,7 +401,7 @@ mod tests {
 
     #[test]
     fn wrong_usage_exits_with_2() {
-        let cases: [&[&str]; 16] = [
+        let cases: [&[&str]; 19] = [
             &["run", "--slots", "7"],
             &["run", "--upstream", "http://a"],
             &["run", "--config", "a", "--upstream", "http://a", "--slots", "1"],
@@ -335,6 +412,9 @@ mod tests {
             &["limit", "a", "--slots", "1", "--reset"],
             &["limit", "a", "--slots", "1000001"],
             &["status", "--admin", "127.0.0.1:9900"],
+            &["status", "--watch", "1ms"],
+            &["evict", "llm"],
+            &["evict", "llm", "not-a-uuid"],
             &["size"],
             &["size", "--slots", "5"],
             &["size", "--rate", "400/s"],

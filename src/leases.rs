@@ -26,12 +26,14 @@ use tokio::{
 use uuid::Uuid;
 
 use crate::store::{
-    Ask, BoxFuture, Call, Link, LocalStore, Reply, SetState, SlotStore, StoreError,
+    Ask, BoxFuture, Call, Event, Link, LocalStore, Reply, SetState, SlotStore, StoreError,
 };
 
+mod cutter;
 mod guard;
 mod keeper;
 
+use cutter::Cutter;
 pub use guard::Guard;
 pub use keeper::{Alone, LimitSettings, Refused, Settings, WhenDown, Why};
 use keeper::{Answer, AtOnce, Keeper, Message};
@@ -57,6 +59,7 @@ struct Desk {
     keeper: Mutex<Keeper>,
     /// Whether slots of any limit may be kept warm.
     is_warm: AtomicBool,
+    cutter: Cutter,
     wake: Notify,
     idle: Notify,
 }
@@ -128,6 +131,10 @@ pub struct Outlook {
     pub local: Vec<u32>,
     /// Requests a second that asked this instance for a slot, per limit.
     pub arrival_rate: Vec<f64>,
+    /// Every instance that the store has heard of lately, and how long ago, as of the last heartbeat.
+    pub instances: Vec<(Uuid, Duration)>,
+    /// How long an instance may be silent until it counts as gone.
+    pub presence: Duration,
     /// Mean hold time, per set, where one was measured.
     pub hold: Vec<Option<Duration>>,
 }
@@ -160,6 +167,7 @@ impl Leases {
             is_warm: settings.is_warm().into(),
             keeper: Mutex::new(Keeper::new(settings, Instant::now())),
             inbox: Mutex::new(Vec::new()),
+            cutter: Cutter::default(),
             wake: Notify::new(),
             idle: Notify::new(),
             store: Arc::clone(&store),
@@ -168,8 +176,10 @@ impl Leases {
         store.subscribe(
             instance,
             Arc::new(move |event| {
-                if let Some(desk) = weak.upgrade() {
-                    desk.say(Message::Event(event));
+                let Some(desk) = weak.upgrade() else { return };
+                match event {
+                    Event::Evicted(holder) => _ = desk.cutter.cut(holder),
+                    event => desk.say(Message::Event(event)),
                 }
             }),
         );
@@ -221,6 +231,16 @@ impl Leases {
         let (done, answer) = oneshot::channel();
         self.desk.say(Message::SetSlots { limit, slots, done });
         answer.await.is_ok()
+    }
+
+    /// Names whoever ends a request by its holder, and says whether it was there. The first one stays.
+    pub fn cut_by(&self, cut: impl Fn(Uuid) -> bool + Send + Sync + 'static) {
+        self.desk.cutter.set(Box::new(cut));
+    }
+
+    /// Ends a request of this instance; false if none runs under that holder.
+    pub fn cut(&self, holder: Uuid) -> bool {
+        self.desk.cutter.cut(holder)
     }
 
     /// Refuses whoever waits or comes, from now on.

@@ -10,6 +10,7 @@ use std::{cmp::Reverse, collections::BTreeSet, sync::Arc};
 use rustc_hash::{FxHashMap as HashMap, FxHashSet as HashSet};
 use uuid::Uuid;
 
+mod look;
 mod set;
 #[cfg(test)]
 pub(crate) mod testing;
@@ -371,7 +372,7 @@ impl Context<'_> {
             match notice {
                 Notice::Granted => self.again.push(id),
                 Notice::Displaced => self.displaced.push(id),
-                Notice::Wanted => {}
+                Notice::Wanted | Notice::Evicted => {}
             }
         } else if self.fleet.subscribed.get(&instance) == Some(&true)
             && self.listeners.contains(&instance)

@@ -40,6 +40,8 @@ fn main() -> ExitCode {
         }),
         Command::Demo(options) => app::demo(&options),
         Command::Status(options) => app::status(options),
+        Command::Holders(options) => app::holders(options),
+        Command::Evict(options) => app::evict(options),
         Command::Limit(options) => app::limit(options),
         Command::Size(options) => {
             print!("{}", size::report(&options.known()));

@@ -239,6 +239,19 @@ impl Metrics {
         self.all.shed.get_or_create(&self.shed_labels(limit, rate, class, reason)).inc();
     }
 
+    /// How many were refused in the name of a limit or a rate, or of neither (the empty name), by reason, where any were.
+    pub fn refusals(&self, name: &str) -> Vec<(&'static str, u64)> {
+        let classes = || self.classes.iter().map(|class| class.to_string());
+        let count = |reason: Reason| {
+            let labels =
+                |class| ShedLabels { limit: name.to_owned(), class, reason: reason.as_str() };
+            let count =
+                |class| self.all.shed.get(&labels(class)).map_or(0, |counter| counter.get());
+            (reason.as_str(), classes().map(count).sum())
+        };
+        Reason::ALL.into_iter().map(count).filter(|(_, count)| *count > 0).collect()
+    }
+
     /// Counts what a limit or a rate in shadow mode would have refused.
     pub fn shadowed(
         &self,

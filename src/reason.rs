@@ -45,13 +45,15 @@ pub enum Reason {
     MaxHold,
     /// The store didn't confirm the request's lease in time, so that its slot may become another's.
     LeaseLost,
+    /// An operator ended the request.
+    Evicted,
     /// Tidegate failed; never expected.
     Internal,
 }
 
 impl Reason {
     /// Every reason, in the order of the documentation.
-    pub const ALL: [Reason; 21] = [
+    pub const ALL: [Reason; 22] = [
         Reason::Draining,
         Reason::ProcessFull,
         Reason::BadRequest,
@@ -72,6 +74,7 @@ impl Reason {
         Reason::UpstreamReset,
         Reason::MaxHold,
         Reason::LeaseLost,
+        Reason::Evicted,
         Reason::Internal,
     ];
 
@@ -98,6 +101,7 @@ impl Reason {
             Reason::UpstreamReset => "upstream_reset",
             Reason::MaxHold => "max_hold",
             Reason::LeaseLost => "lease_lost",
+            Reason::Evicted => "evicted",
             Reason::Internal => "internal",
         }
     }
@@ -167,6 +171,7 @@ impl Reason {
                 StatusCode::GATEWAY_TIMEOUT,
                 "the store didn't confirm the slot in time, so it may become another's",
             ),
+            Reason::Evicted => (StatusCode::SERVICE_UNAVAILABLE, "an operator ended the request"),
             Reason::Internal => (StatusCode::INTERNAL_SERVER_ERROR, "an error inside the proxy"),
         }
     }

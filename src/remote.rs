@@ -1,6 +1,6 @@
 //! Asks a running instance over its admin listener, and puts the answers into words.
 
-use std::{fmt::Write, time::Duration};
+use std::time::Duration;
 
 use bytes::Bytes;
 use http::{Method, Request, StatusCode, Uri, header};
@@ -10,8 +10,13 @@ use hyper_util::{
     rt::TokioExecutor,
 };
 use serde_json::{Value, json};
+use uuid::Uuid;
 
 use crate::config::Secret;
+
+mod words;
+
+pub use words::{Ink, evicted, holders, line, table};
 
 /// How long one question may take.
 const PATIENCE: Duration = Duration::from_secs(10);
@@ -94,6 +99,23 @@ impl Remote {
         self.ask(Method::PATCH, &path, Some(body)).await
     }
 
+    /// Lists who has slots of a limit.
+    ///
+    /// # Errors
+    /// See [`RemoteError`].
+    pub async fn holders(&self, name: &str) -> Result<Value, RemoteError> {
+        self.ask(Method::GET, &format!("/limits/{name}/holders"), None).await
+    }
+
+    /// Ends the request of a holder.
+    ///
+    /// # Errors
+    /// See [`RemoteError`].
+    pub async fn evict(&self, name: &str, id: Uuid, force: bool) -> Result<Value, RemoteError> {
+        let force = if force { "?force=true" } else { "" };
+        self.ask(Method::DELETE, &format!("/limits/{name}/holders/{id}{force}"), None).await
+    }
+
     async fn ask(
         &self,
         method: Method,
@@ -141,127 +163,9 @@ fn source_of<'a>(error: &'a (dyn std::error::Error + 'static)) -> &'a dyn std::e
     deepest
 }
 
-// === words ===
-
-/// One row for each limit of `/status`.
-pub fn table(status: &Value) -> String {
-    let mut rows =
-        vec![["LIMIT", "SLOTS", "IN USE", "WAITING", "OLDEST", "HOLD", "QUEUE"].map(str::to_owned)];
-    for (name, limit) in status["limits"].as_object().into_iter().flatten() {
-        let limit = Figures::of(limit);
-        rows.push([
-            name.clone(),
-            limit.slots,
-            limit.in_use,
-            limit.waiting.to_string(),
-            limit.oldest,
-            limit.hold,
-            limit.queue,
-        ]);
-    }
-    let width = |column: usize| rows.iter().map(|row| row[column].len()).max().unwrap_or(0);
-    let widths: Vec<_> = (0..rows[0].len()).map(width).collect();
-    let mut out = head(status);
-    for row in &rows {
-        let (name, figures) = (&row[0], &row[1..]);
-        write!(out, "{name:<width$}", width = widths[0]).expect("a String takes any text");
-        for (figure, width) in figures.iter().zip(&widths[1..]) {
-            write!(out, "  {figure:>width$}").expect("a String takes any text");
-        }
-        out.push('\n');
-    }
-    out
-}
-
-fn head(status: &Value) -> String {
-    let word = |value: &Value, yes: &'static str, no: &'static str| {
-        if value.as_bool() == Some(true) { yes } else { no }
-    };
-    format!(
-        "instance {}, store {} {}{}{}\n",
-        status["instance"].as_str().unwrap_or("-"),
-        status["store"]["kind"].as_str().unwrap_or("-"),
-        word(&status["store"]["up"], "up", "down"),
-        word(&status["recovery"], ", recovering", ""),
-        word(&status["draining"], ", draining", ""),
-    )
-}
-
-/// One limit in one line.
-pub fn line(name: &str, limit: &Value) -> String {
-    let Figures { slots, in_use, waiting, oldest, hold, queue } = Figures::of(limit);
-    format!(
-        "{name}: {slots} slots, {in_use} in use, {waiting} waiting, oldest {oldest}, hold {hold}, queue {queue}\n"
-    )
-}
-
-struct Figures {
-    slots: String,
-    in_use: String,
-    waiting: u64,
-    oldest: String,
-    hold: String,
-    queue: String,
-}
-
-impl Figures {
-    fn of(limit: &Value) -> Self {
-        let plain = |key: &str| limit[key].as_u64().map_or("-".to_owned(), |n| n.to_string());
-        let time = |ms: Option<f64>| match ms {
-            None => "-".to_owned(),
-            Some(ms) if ms < 1000.0 => format!("{ms:.0}ms"),
-            Some(ms) => format!("{:.1}s", ms / 1000.0),
-        };
-        let waiting = limit["waiting"].as_object().into_iter().flatten();
-        let waiting = waiting.filter_map(|(_, count)| count.as_u64()).sum();
-        let oldest = limit["oldest_wait_ms"].as_f64().filter(|_| waiting > 0);
-        Self {
-            slots: plain("slots"),
-            in_use: plain("in_use"),
-            waiting,
-            oldest: time(oldest),
-            hold: time(limit["hold_ms"].as_f64()),
-            queue: time(limit["queue_seconds"].as_f64().map(|seconds| seconds * 1000.0)),
-        }
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    fn busy() -> Value {
-        json!({
-            "slots": 20, "in_use": 20, "waiting": { "critical": 1, "normal": 12 },
-            "oldest_wait_ms": 1240, "hold_ms": 151.6, "queue_seconds": 0.0985,
-        })
-    }
-
-    #[test]
-    fn status_is_a_table() {
-        let idle = json!({
-            "slots": 5, "in_use": 0, "waiting": {}, "oldest_wait_ms": 0, "hold_ms": null,
-            "queue_seconds": null,
-        });
-        let status = json!({
-            "instance": "i", "store": { "kind": "redis", "up": true }, "recovery": true,
-            "draining": false, "limits": { "a-long-name": busy(), "db": idle },
-        });
-        let expected = "\
-instance i, store redis up, recovering
-LIMIT        SLOTS  IN USE  WAITING  OLDEST   HOLD  QUEUE
-a-long-name     20      20       13    1.2s  152ms   98ms
-db               5       0        0       -      -      -
-";
-        assert_eq!(table(&status), expected);
-    }
-
-    #[test]
-    fn a_limit_is_a_line() {
-        let expected =
-            "llm: 20 slots, 20 in use, 13 waiting, oldest 1.2s, hold 152ms, queue 98ms\n";
-        assert_eq!(line("llm", &busy()), expected);
-    }
 
     #[test]
     fn only_a_plain_url_is_taken() {

@@ -225,7 +225,8 @@ fn advice(reason: Reason) -> Advice {
         | Reason::MethodNotAllowed
         | Reason::BadRequest
         | Reason::HeadTooLarge
-        | Reason::ClientTimeout => Advice::Never,
+        | Reason::ClientTimeout
+        | Reason::Evicted => Advice::Never,
         Reason::UpstreamConnect
         | Reason::UpstreamTimeout
         | Reason::UpstreamReset
@@ -323,7 +324,9 @@ mod tests {
             assert!(response.extensions().get::<Refused>().is_some());
             let never = response.headers().get("x-should-retry").is_some();
             let comes_back = reason == Reason::RateLimited;
-            assert_eq!(never, status.is_client_error() && !comes_back, "{reason:?}");
+            // Who was sent away by an operator would only take the slot again.
+            let is_unwelcome = status.is_client_error() || reason == Reason::Evicted;
+            assert_eq!(never, is_unwelcome && !comes_back, "{reason:?}");
             assert!(!never || !response.headers().contains_key("retry-after"));
         }
     }

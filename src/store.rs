@@ -21,9 +21,9 @@ mod tests;
 pub use self::{memory::MemoryStore, redis::RedisStore};
 
 pub use crate::ledger::{
-    Acquire, AcquireReply, Acquired, Ask, Beat, BeatReply, Caller, ClassSpec, Heartbeat, Notice,
-    Override, RateSpec, Refuser, Release, ReleaseReply, Released, Renew, Renewed, SetSpec,
-    SetState, SetStatus, Shed, Stale, Stamp, Want,
+    Acquire, AcquireReply, Acquired, Ask, Beat, BeatReply, Caller, ClassSpec, Evict, Evicted,
+    Heartbeat, Holder, MOST_HOLDERS, Notice, Origin, Override, RateSpec, Refuser, Release,
+    ReleaseReply, Released, Renew, Renewed, SetSpec, SetState, SetStatus, Shed, Stale, Stamp, Want,
 };
 
 /// A future that a trait object can return.
@@ -96,6 +96,8 @@ pub enum Event {
     Displaced(Uuid),
     /// Somebody waits for slots of a set that instances may keep warm.
     Wanted,
+    /// An operator ends the request of this holder.
+    Evicted(Uuid),
     /// The subscription works from now on.
     Subscribed,
     /// The subscription is down; grants are collected by heartbeats meanwhile.
@@ -140,6 +142,23 @@ pub trait SlotStore: Send + Sync + fmt::Debug {
     /// # Errors
     /// See [`StoreError`].
     fn status<'a>(&'a self, spec: &'a SetSpec) -> BoxFuture<'a, Result<SetStatus, StoreError>>;
+
+    /// Who has slots of a set, or of all sets of a limit with a key; at most [`MOST_HOLDERS`]. Like status.
+    ///
+    /// # Errors
+    /// See [`StoreError`].
+    fn holders<'a>(&'a self, spec: &'a SetSpec) -> BoxFuture<'a, Result<Vec<Holder>, StoreError>>;
+
+    /// Has the request of a holder end, without a fence. Whoever runs it cuts it, so that the slots are another's only
+    /// when the upstream is rid of it.
+    ///
+    /// # Errors
+    /// See [`StoreError`].
+    fn evict<'a>(
+        &'a self,
+        spec: &'a SetSpec,
+        evict: &'a Evict,
+    ) -> BoxFuture<'a, Result<Evicted, StoreError>>;
 }
 
 /// A store inside this process: no connection, no lease that could end, and an answer at once.

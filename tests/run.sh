@@ -1,6 +1,7 @@
 #!/bin/sh
-# Runs every test. Installs what is missing first: redis-server, since the tests start private servers of their own, and
-# curl, the clients of nghttp2, and Python with the SDKs of LLM providers (into target/sdk-venv), since the tests try clients as they are.
+# Runs every test. Installs what is missing first: redis-server, since the tests start private servers of their own;
+# curl, the clients of nghttp2, and Python with the SDKs of LLM providers (into target/sdk-venv), since the tests try clients as they
+# are; and chromium, and Node with playwright-core (into target/page), since they look at the page as operators do.
 set -eu
 cd "$(dirname "$0")/.."
 
@@ -40,6 +41,21 @@ if ! cmp -s tests/sdk/requirements.txt "$venv/requirements.txt"; then
     python3 -m venv --clear "$venv"
     "$venv/bin/pip" install --quiet --disable-pip-version-check -r tests/sdk/requirements.txt
     cp tests/sdk/requirements.txt "$venv/requirements.txt"
+fi
+
+if ! command -v chromium >/dev/null; then
+    install chromium "any"
+fi
+if ! command -v node >/dev/null || ! command -v npm >/dev/null; then
+    install npm "with Node 20 or later"
+fi
+if [ ! -d target/page/node_modules/playwright-core ] ||
+    ! cmp -s tests/page/package-lock.json target/page/package-lock.json; then
+    echo "Installing playwright-core into target/page with npm."
+    mkdir -p target/page
+    rm -rf target/page/node_modules
+    cp tests/page/package.json tests/page/package-lock.json target/page/
+    npm ci --prefix target/page --no-audit --no-fund --ignore-scripts
 fi
 
 echo "+ cargo test --locked $*"

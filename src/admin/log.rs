@@ -23,7 +23,10 @@ impl Admin {
             _ => return not_allowed("GET, HEAD, PATCH"),
         }
         let config::Log { level, requests, sample, .. } = self.log.in_force();
-        json_answer(&json!({ "level": level, "requests": requests, "sample": sample }))
+        json_answer(
+            StatusCode::OK,
+            &json!({ "level": level, "requests": requests, "sample": sample }),
+        )
     }
 
     /// What a permitted write asks for.

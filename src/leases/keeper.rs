@@ -172,6 +172,8 @@ pub(super) struct Keeper {
     orders: Vec<oneshot::Sender<()>>,
     /// When the sets were last seen.
     seen_at: Instant,
+    /// Which instances the store had heard of then, and how long ago, ms.
+    heard_of: Vec<(Uuid, i64)>,
     next_beat: Instant,
     /// Holders not confirmed since then are renewed at once.
     renew_since: Instant,
@@ -279,6 +281,7 @@ impl Keeper {
             spare: Vec::new(),
             orders: Vec::new(),
             seen_at: now,
+            heard_of: Vec::new(),
             next_beat: now,
             renew_since: now,
             reasserting: false,
@@ -338,6 +341,8 @@ impl Keeper {
             Message::Event(Event::Granted(id)) => self.on_push(id, now),
             Message::Event(Event::Displaced(id)) => self.on_displaced(id, now),
             Message::Event(Event::Wanted) => self.stir(now),
+            // Of a request that runs, which isn't the keeper's to end.
+            Message::Event(Event::Evicted(_)) => {}
             Message::Event(event @ (Event::Subscribed | Event::Unsubscribed)) => {
                 self.subscribed = event == Event::Subscribed;
                 self.next_beat = now;

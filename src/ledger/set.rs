@@ -15,6 +15,7 @@ use super::{
 
 mod beat;
 mod grant;
+mod holders;
 #[cfg(test)]
 mod testing;
 
@@ -75,10 +76,6 @@ struct Meta {
 #[derive(Debug, Clone)]
 pub(super) struct Info {
     instance: Uuid,
-    #[cfg_attr(
-        not(test),
-        expect(dead_code, reason = "for the list of holders, and compared in tests")
-    )]
     route: Arc<str>,
     class: usize,
     weight: u32,

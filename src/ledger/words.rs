@@ -257,6 +257,67 @@ pub enum Renewed {
     Readded,
 }
 
+/// More holders make no list that anybody reads.
+pub const MOST_HOLDERS: usize = 1_000;
+
+/// One who has slots, for those who look.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Holder {
+    /// A UUID, or whatever a plain client chose.
+    pub id: String,
+    /// The key of the set.
+    pub set: Arc<str>,
+    /// Whose request it is; none if a plain client took the slots.
+    pub of: Option<Origin>,
+    /// How many slots.
+    pub weight: u32,
+    /// Since when it has them, or of a plain client, since when it last said so, ms.
+    pub age: i64,
+}
+
+/// Where a request came in.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Origin {
+    /// The instance that holds for it.
+    pub instance: Uuid,
+    /// Its route.
+    pub route: String,
+    /// Its class.
+    pub class: String,
+}
+
+/// Ends the request of a holder, wherever it runs.
+#[derive(Clone, Copy, Debug)]
+pub struct Evict {
+    /// Whose.
+    pub id: Uuid,
+    /// The instance that is asked to.
+    pub instance: Uuid,
+    /// An instance not heard of for this long is gone, ms.
+    pub presence: i64,
+    /// Whether the holder of an instance that is gone is removed at once.
+    pub force: bool,
+}
+
+/// What became of an [`Evict`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Evicted {
+    /// It is the asking instance's own, which has to cut it.
+    Mine,
+    /// Its instance was told to cut it.
+    Told,
+    /// Its instance lives, but doesn't hear just now.
+    Deaf,
+    /// Its instance is gone; it ends with its lease.
+    Gone,
+    /// Its instance is gone, and so are its slots.
+    Removed,
+    /// A plain client has it, who hears of nothing.
+    Plain,
+    /// Nobody has it.
+    Unknown,
+}
+
 /// What an instance is told without having asked.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Notice {
@@ -266,6 +327,8 @@ pub enum Notice {
     Displaced,
     /// Somebody waits for slots that it may be keeping; no waiter in particular.
     Wanted,
+    /// An operator ends a request of its own.
+    Evicted,
 }
 
 /// The answer to acquires.

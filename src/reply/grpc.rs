@@ -50,6 +50,8 @@ fn code(reason: Reason) -> &'static str {
         Reason::NoRoute | Reason::MethodNotAllowed => "12",
         Reason::BadRequest | Reason::HeadTooLarge => "3",
         Reason::ClientTimeout => "4",
+        // Not 14: such a client would ask again by itself.
+        Reason::Evicted => "10",
         Reason::Internal => "13",
     }
 }

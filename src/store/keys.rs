@@ -60,6 +60,9 @@ impl Keys {
         }
     }
 
+    /// The field of the fleet's hash that tells of a set's holders.
+    pub(super) const LIVE: &str = "live:";
+
     /// The key of a rate's window.
     pub(super) fn of_rate(&self, rate: &RateSpec) -> String {
         format!("{}{}", self.rates, rate.key)

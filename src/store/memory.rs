@@ -15,8 +15,9 @@ use tokio::time::Instant;
 use uuid::Uuid;
 
 use super::{
-    Acquire, AcquireReply, BoxFuture, Call, Caller, Event, Link, LocalStore, Notice, Push, Release,
-    ReleaseReply, Reply, SetSpec, SetStatus, SlotStore, Stale, StoreError,
+    Acquire, AcquireReply, BoxFuture, Call, Caller, Event, Evict, Evicted, Holder, Link,
+    LocalStore, Notice, Push, Release, ReleaseReply, Reply, SetSpec, SetStatus, SlotStore, Stale,
+    StoreError,
 };
 use crate::ledger::Ledger;
 
@@ -77,6 +78,7 @@ impl MemoryStore {
                     Notice::Granted => Event::Granted(id),
                     Notice::Displaced => Event::Displaced(id),
                     Notice::Wanted => Event::Wanted,
+                    Notice::Evicted => Event::Evicted(id),
                 });
             }
         }
@@ -157,5 +159,21 @@ impl SlotStore for MemoryStore {
         let status = ledger.status(self.now(), spec);
         drop(ledger);
         Box::pin(std::future::ready(Ok(status)))
+    }
+
+    fn holders<'a>(&'a self, spec: &'a SetSpec) -> BoxFuture<'a, Result<Vec<Holder>, StoreError>> {
+        let ledger = self.ledger();
+        let holders = ledger.holders(self.now(), spec);
+        drop(ledger);
+        Box::pin(std::future::ready(Ok(holders)))
+    }
+
+    fn evict<'a>(
+        &'a self,
+        spec: &'a SetSpec,
+        evict: &'a Evict,
+    ) -> BoxFuture<'a, Result<Evicted, StoreError>> {
+        let evicted = self.locked(|ledger, now| ledger.evict(now, spec, evict));
+        Box::pin(std::future::ready(Ok(evicted)))
     }
 }

@@ -19,14 +19,15 @@ use tokio::{task::JoinSet, task::unconstrained};
 use uuid::Uuid;
 
 use super::{
-    Acquire, AcquireReply, Acquired, BoxFuture, Call, Caller, Link, Push, Reply, SetSpec,
-    SetStatus, SlotStore, StoreError,
+    Acquire, AcquireReply, Acquired, BoxFuture, Call, Caller, Evict, Evicted, Holder, Link, Push,
+    Reply, SetSpec, SetStatus, SlotStore, StoreError,
     keys::Keys,
     scripts::{self, Writer},
 };
 use crate::config::{RedisAt, Store as Settings};
 
 mod finder;
+mod look;
 mod server;
 mod subscription;
 
@@ -104,17 +105,6 @@ impl RedisStore {
         }
     }
 
-    async fn look(&self, set: &SetSpec) -> Result<SetStatus, StoreError> {
-        let mut connection = self.finder.current().await?.pool.get().await?;
-        let mut pipeline = Pipeline::new();
-        // Loaded along, since a pooled connection may lead to another server than before.
-        let offset = scripts::load(&mut pipeline);
-        pipeline.add_command(scripts::status(&self.keys, set));
-        let mut answer = connection.send_packed_commands(&pipeline, offset, 1).await?;
-        let reply = answer.pop().unwrap_or(Value::Nil).extract_error()?;
-        scripts::read_status(reply)
-    }
-
     fn spawn(&self, task: impl Future<Output = ()> + Send + 'static) {
         self.tasks.lock().expect("nothing panics under this lock").spawn(task);
     }
@@ -138,7 +128,19 @@ impl SlotStore for RedisStore {
     }
 
     fn status<'a>(&'a self, set: &'a SetSpec) -> BoxFuture<'a, Result<SetStatus, StoreError>> {
-        Box::pin(self.look(set))
+        Box::pin(self.see_status(set))
+    }
+
+    fn holders<'a>(&'a self, set: &'a SetSpec) -> BoxFuture<'a, Result<Vec<Holder>, StoreError>> {
+        Box::pin(self.see_holders(set))
+    }
+
+    fn evict<'a>(
+        &'a self,
+        set: &'a SetSpec,
+        evict: &'a Evict,
+    ) -> BoxFuture<'a, Result<Evicted, StoreError>> {
+        Box::pin(self.tell_to_evict(set, evict))
     }
 }
 

@@ -10,10 +10,14 @@ use std::{
 use deadpool_redis::redis::{Cmd, Pipeline, Script as Hashed, Value};
 use uuid::Uuid;
 
+mod look;
+
+pub(super) use look::{Look, evict, holders, read_evicted, read_holders, read_status, status};
+
 use super::{
     Acquire, AcquireReply, Acquired, Ask, BeatReply, Caller, Heartbeat, Override, RateSpec,
-    Refuser, Release, ReleaseReply, Released, Renewed, SetSpec, SetState, SetStatus, Shed, Stamp,
-    StoreError, keys::Keys,
+    Refuser, Release, ReleaseReply, Released, Renewed, SetSpec, SetState, Shed, Stamp, StoreError,
+    keys::Keys,
 };
 
 /// A script and the hash under which Redis keeps it.
@@ -56,10 +60,14 @@ static TURN_RATED: LazyLock<Script> = writing!("#!lua\n", [], "release.lua", "ac
 static HEARTBEAT: LazyLock<Script> = writing!("#!lua flags=allow-oom\n", [], "heartbeat.lua");
 static STATUS: LazyLock<Script> =
     LazyLock::new(|| Script::new(include_str!("../../scripts/status.lua")));
+static HOLDERS: LazyLock<Script> =
+    LazyLock::new(|| Script::new(include_str!("../../scripts/holders.lua")));
+static EVICT: LazyLock<Script> =
+    LazyLock::new(|| Script::new(include_str!("../../scripts/evict.lua")));
 
-/// Has Redis keep every script. Returns how many answers that brings.
+/// Has Redis keep every script that links call. Returns how many answers that brings.
 pub(super) fn load(pipeline: &mut Pipeline) -> usize {
-    let all: [&Script; 4] = [&TURN, &TURN_RATED, &HEARTBEAT, &STATUS];
+    let all: [&Script; 3] = [&TURN, &TURN_RATED, &HEARTBEAT];
     for script in all {
         pipeline.cmd("SCRIPT").arg("LOAD").arg(script.text);
     }
@@ -167,16 +175,6 @@ impl Writer<'_> {
         }
         (cmd, of_sets + 1)
     }
-}
-
-pub(super) fn status(keys: &Keys, set: &SetSpec) -> Cmd {
-    let mut cmd = Cmd::new();
-    cmd.arg("EVALSHA").arg(&STATUS.hash);
-    cmd.arg(1 + Keys::OF_SET + set.classes.len()).arg(&keys.fleet);
-    keys.of_set(set, |key| {
-        cmd.arg(key);
-    });
-    cmd
 }
 
 fn id(cmd: &mut Cmd, id: Uuid) {
@@ -463,20 +461,6 @@ pub(super) fn read_heartbeat(reply: Value) -> Result<BeatReply, StoreError> {
         });
     }
     Ok(BeatReply { stamp, renewed, sets, granted, fences, pending, instances })
-}
-
-pub(super) fn read_status(reply: Value) -> Result<SetStatus, StoreError> {
-    let mut reader = Reader::of(reply)?;
-    let slots = reader.number()?;
-    let _lease = reader.int()?;
-    let used = reader.number()?;
-    let recovery = reader.int()?;
-    let _now = reader.int()?;
-    let waiting = reader.many(|reader| Ok((reader.number()?, reader.int()?)))?;
-    let by_instance: Vec<(Uuid, u32)> =
-        reader.many(|reader| Ok((reader.id()?, reader.number()?)))?;
-    let by_instance = by_instance.into_iter().collect();
-    Ok(SetStatus { slots, used, waiting, by_instance, recovery })
 }
 
 fn bad(what: &str) -> StoreError {

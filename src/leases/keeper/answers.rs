@@ -292,6 +292,7 @@ impl Keeper {
         self.meet(&reply, sent, now);
         self.on_granted(&reply.granted, sent, now);
         self.see(heartbeat, &reply.sets, now);
+        self.heard_of.clone_from(&reply.instances);
         self.calm_down(sent, now);
         self.heard = true;
         self.find_lost_waiters(heartbeat, &reply.sets, reply.pending.len());
@@ -363,6 +364,12 @@ impl Keeper {
         }
     }
 
+    fn heard_of(&self, now: Instant) -> Vec<(Uuid, Duration)> {
+        let since = now.duration_since(self.seen_at);
+        let age = |ms: i64| Duration::from_millis(ms.unsigned_abs()) + since;
+        self.heard_of.iter().map(|&(instance, ms)| (instance, age(ms))).collect()
+    }
+
     pub(in crate::leases) fn outlook(&mut self, now: Instant) -> Outlook {
         let recovering = self.recovery.ends.iter().any(|end| *end > now);
         self.started |= self.heard && !recovering;
@@ -384,6 +391,8 @@ impl Keeper {
             sets: self.limits.iter().map(|limit| limit.seen.clone()).collect(),
             arrival_rate: self.limits.iter().map(|limit| limit.arrival_rate).collect(),
             local: self.limits.iter().map(|limit| limit.local).collect(),
+            instances: self.heard_of(now),
+            presence: Duration::from_millis(self.caller.presence.unsigned_abs()),
             hold: self.limits.iter().map(|limit| limit.hold.map(Duration::from_secs_f64)).collect(),
         }
     }

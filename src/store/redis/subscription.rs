@@ -65,14 +65,16 @@ async fn listen(
     }
 }
 
-/// An id that was granted a slot, or, behind a minus, one that had to go, or a plus: slots are wanted.
+/// An id that was granted a slot, or, behind a minus, one that had to go, or, behind an exclamation mark, one that an
+/// operator evicts; or a plus: slots are wanted.
 fn read(payload: &[u8]) -> Option<Event> {
     if payload == b"+" {
         return Some(Event::Wanted);
     }
-    let (event, id): (fn(Uuid) -> Event, _) = match payload.strip_prefix(b"-") {
-        Some(id) => (Event::Displaced, id),
-        None => (Event::Granted, payload),
+    let (event, id): (fn(Uuid) -> Event, _) = match payload {
+        [b'-', id @ ..] => (Event::Displaced, id),
+        [b'!', id @ ..] => (Event::Evicted, id),
+        id => (Event::Granted, id),
     };
     Uuid::try_parse_ascii(id).ok().map(event)
 }

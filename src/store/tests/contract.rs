@@ -76,6 +76,10 @@ on_both_stores! {
     the_heaviest_weight_is_taken_and_given_back
     two_in_one_call_are_two_in_a_rate
     fences_rise_with_every_grant_although_an_idle_set_goes
+    holders_are_told_with_whose_they_are
+    holders_of_every_value_of_a_key_are_told
+    who_is_evicted_is_told_by_whom_it_concerns
+    what_the_gone_left_behind_is_removed_by_force_only
 }
 
 async fn an_id_is_never_counted_twice(rig: Rig) {
@@ -673,4 +677,77 @@ async fn zero_slots_admit_nobody_until_raised(rig: Rig) {
     );
     assert_eq!(me.acquire(&waiter).await, Acquired::Waiting { at: 0, queue: 1 });
     assert_eq!(me.beat(&[&one]).await.granted, [waiter.id]);
+}
+
+async fn holders_are_told_with_whose_they_are(rig: Rig) {
+    let set = Arc::new(set(6));
+    let (me, other) = (rig.instance().await, rig.instance().await);
+    let (heavy, light, plain) = (ask_as(&set, 0, 3), ask(&set), Uuid::now_v7());
+    me.acquire(&heavy).await;
+    other.acquire(&light).await;
+    rig.plain_add(&set, plain).await;
+    // Who waits has no slots.
+    me.acquire(&ask_as(&set, 1, 2)).await;
+    let mut holders = rig.holders(&set).await;
+    holders.sort_by_key(|holder| holder.weight);
+    assert!(holders.iter().all(|holder| (0..60_000).contains(&holder.age)), "{holders:?}");
+    assert!(holders.iter().all(|holder| holder.set == set.key));
+    let of = |id: Uuid| holders.iter().find(|holder| holder.id == id.to_string()).unwrap();
+    let origin = |of: &Instance, class: &str| {
+        let (route, class) = ("example.com/v1/".to_owned(), class.to_owned());
+        Some(Origin { instance: of.caller.instance, route, class })
+    };
+    assert_eq!(holders.len(), 3);
+    assert_eq!((of(heavy.id).weight, &of(heavy.id).of), (3, &origin(&me, "high")));
+    assert_eq!((of(light.id).weight, &of(light.id).of), (1, &origin(&other, "normal")));
+    assert_eq!((of(plain).weight, &of(plain).of), (1, &None));
+}
+
+async fn holders_of_every_value_of_a_key_are_told(rig: Rig) {
+    let of = |key: &str| Arc::new(SetSpec { key: key.into(), keyed: true, ..set(1) });
+    let me = rig.instance().await;
+    let (one, two, stranger) = (of("set:1"), of("set:2"), of("settee:1"));
+    for set in [&one, &two, &stranger] {
+        me.acquire(&ask(set)).await;
+    }
+    let holders = rig.holders(&SetSpec { keyed: true, ..set(1) }).await;
+    let mut keys: Vec<_> = holders.iter().map(|holder| &*holder.set).collect();
+    keys.sort_unstable();
+    assert_eq!(keys, ["set:1", "set:2"]);
+}
+
+async fn who_is_evicted_is_told_by_whom_it_concerns(rig: Rig) {
+    let set = Arc::new(set(4));
+    let (me, mut other) = (rig.instance().await, rig.instance().await);
+    let (mine, theirs, plain) = (ask(&set), ask(&set), Uuid::now_v7());
+    me.acquire(&mine).await;
+    other.acquire(&theirs).await;
+    rig.plain_add(&set, plain).await;
+    assert_eq!(rig.evict(&me, &set, mine.id, true).await, Evicted::Mine);
+    assert_eq!(rig.evict(&me, &set, plain, true).await, Evicted::Plain);
+    assert_eq!(rig.evict(&me, &set, Uuid::now_v7(), true).await, Evicted::Unknown);
+    assert_eq!(rig.evict(&me, &set, theirs.id, true).await, Evicted::Deaf);
+    rig.subscribe(&mut other).await;
+    assert_eq!(rig.evict(&me, &set, theirs.id, true).await, Evicted::Told);
+    other.hears(Event::Evicted(theirs.id)).await;
+    // Whoever runs a request gives its slots back itself.
+    assert_eq!(rig.used(&set).await, 3);
+}
+
+async fn what_the_gone_left_behind_is_removed_by_force_only(rig: Rig) {
+    let set = Arc::new(set(2));
+    let (me, gone) = (rig.instance().await, rig.instance().await);
+    let (left, waiter) = (ask_as(&set, 1, 2), ask(&set));
+    gone.acquire(&left).await;
+    me.acquire(&waiter).await;
+    gone.leave(&[&set]).await;
+    let before = me.beat(&[&set]).await.stamp.recovery;
+    assert_eq!(rig.evict(&me, &set, left.id, false).await, Evicted::Gone);
+    assert_eq!(rig.used(&set).await, 2);
+    assert_eq!(rig.evict(&me, &set, left.id, true).await, Evicted::Removed);
+    assert_eq!((rig.used(&set).await, rig.holders(&set).await), (0, Vec::new()));
+    // An empty set isn't a lost one: nobody has to wait for a recovery.
+    let beat = me.beat(&[&set]).await;
+    assert_eq!((beat.granted, beat.stamp.recovery), (vec![waiter.id], before));
+    assert_eq!(rig.evict(&me, &set, left.id, true).await, Evicted::Unknown);
 }

@@ -83,6 +83,23 @@ impl Rig {
         self.store.status(set).await.unwrap().used
     }
 
+    pub(super) async fn holders(&self, set: &SetSpec) -> Vec<Holder> {
+        self.store.holders(set).await.unwrap()
+    }
+
+    /// Evicts as an operator of this instance does.
+    pub(super) async fn evict(
+        &self,
+        from: &Instance,
+        set: &SetSpec,
+        id: Uuid,
+        force: bool,
+    ) -> Evicted {
+        let Caller { instance, presence, .. } = from.caller;
+        let evict = Evict { id, instance, presence, force };
+        self.store.evict(set, &evict).await.unwrap()
+    }
+
     pub(super) async fn waiting(&self, set: &SetSpec) -> u32 {
         self.store.status(set).await.unwrap().waiting.iter().map(|class| class.0).sum()
     }

@@ -413,6 +413,7 @@ impl World {
                 Notice::Granted => Event::Granted(id),
                 Notice::Displaced => Event::Displaced(id),
                 Notice::Wanted => Event::Wanted,
+                Notice::Evicted => Event::Evicted(id),
             };
             let at = self.now + self.latency();
             self.plan_at(at, world::Happening::Pushed { machine, event });

@@ -42,6 +42,7 @@ pub(super) async fn listen(store: &RedisStore, id: Uuid, heard: &Heard) {
     let push = move |event| match event {
         Event::Granted(granted) => heard.lock().unwrap().push((id, granted, Notice::Granted)),
         Event::Displaced(gone) => heard.lock().unwrap().push((id, gone, Notice::Displaced)),
+        Event::Evicted(evicted) => heard.lock().unwrap().push((id, evicted, Notice::Evicted)),
         Event::Wanted => heard.lock().unwrap().push((id, Uuid::nil(), Notice::Wanted)),
         Event::Subscribed => _ = subscribed.send(()),
         Event::Unsubscribed => panic!("the subscription broke"),

@@ -1,0 +1,301 @@
+//! What an instance answers, in words and tables. Nothing in it is trusted: a name may come from any instance or client.
+
+use std::{
+    fmt::Write,
+    io::{self, IsTerminal},
+};
+
+use serde_json::Value;
+
+/// Whether words are coloured.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Ink(bool);
+
+/// How urgent a word is.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Tone {
+    Plain,
+    Faint,
+    Warn,
+    Bad,
+}
+
+/// One cell of a table.
+struct Cell(String, Tone);
+
+impl Ink {
+    /// Without any colour.
+    pub const NONE: Self = Self(false);
+
+    /// For stdout: coloured on a terminal, unless `NO_COLOR` says no.
+    pub fn of_stdout() -> Self {
+        let refused = std::env::var_os("NO_COLOR").is_some_and(|value| !value.is_empty());
+        Self(io::stdout().is_terminal() && !refused)
+    }
+
+    fn paint(self, text: &str, tone: Tone) -> String {
+        let code = match tone {
+            _ if !self.0 => return text.to_owned(),
+            Tone::Plain => return text.to_owned(),
+            Tone::Faint => "2",
+            Tone::Warn => "33",
+            Tone::Bad => "1;31",
+        };
+        format!("\x1b[{code}m{text}\x1b[0m")
+    }
+}
+
+/// One row for each limit of `/status`.
+pub fn table(status: &Value, ink: Ink) -> String {
+    let titles = [
+        "LIMIT", "SLOTS", "IN USE", "WAITING", "OLDEST", "QUEUE", "RATE", "HOLD", "NEEDS",
+        "REFUSED",
+    ];
+    let limits = status["limits"].as_object().into_iter().flatten();
+    let rows = limits.map(|(name, limit)| {
+        let figures = Figures::of(limit);
+        let full = if figures.is_full { Tone::Warn } else { Tone::Plain };
+        let waits = if figures.waiting > 0 { Tone::Warn } else { Tone::Plain };
+        let refuses = if figures.refused > 0 { Tone::Bad } else { Tone::Plain };
+        vec![
+            Cell(escaped(name), full),
+            Cell(figures.slots, Tone::Plain),
+            Cell(figures.in_use, full),
+            Cell(figures.waiting.to_string(), waits),
+            Cell(figures.oldest, waits),
+            Cell(figures.queue, waits),
+            Cell(figures.rate, Tone::Plain),
+            Cell(figures.hold, Tone::Plain),
+            Cell(figures.needed, Tone::Plain),
+            Cell(figures.refused.to_string(), refuses),
+        ]
+    });
+    head(status, ink) + &laid_out(&titles, 1, rows.collect(), ink)
+}
+
+/// One row for each holder.
+pub fn holders(listed: &Value, ink: Ink) -> String {
+    let titles = ["AGE", "SLOTS", "CLASS", "ROUTE", "INSTANCE", "HOLDER", "KEY"];
+    let word = |value: &Value| Cell(value.as_str().map_or("-".to_owned(), escaped), Tone::Plain);
+    let holders = listed["holders"].as_array().into_iter().flatten();
+    let rows: Vec<Vec<Cell>> = holders
+        .map(|holder| {
+            let instance = match holder["instance"].as_str() {
+                None => Cell("a plain client".to_owned(), Tone::Faint),
+                Some(_) => word(&holder["instance"]),
+            };
+            vec![
+                Cell(time(holder["age_ms"].as_f64()), Tone::Plain),
+                Cell(plain(&holder["weight"]), Tone::Plain),
+                word(&holder["class"]),
+                word(&holder["route"]),
+                instance,
+                word(&holder["id"]),
+                word(&holder["key"]),
+            ]
+        })
+        .collect();
+    if rows.is_empty() {
+        return "nobody holds a slot\n".to_owned();
+    }
+    laid_out(&titles, titles.len(), rows, ink)
+}
+
+/// What became of an eviction.
+pub fn evicted(answer: &Value) -> &'static str {
+    match answer["evicted"].as_str() {
+        Some("cut") => "cut; its slot is free once the upstream's connection is closed\n",
+        Some("told") => "its instance was told to cut it\n",
+        Some("removed") => "removed; its instance is gone\n",
+        _ => "done\n",
+    }
+}
+
+/// One limit in one line.
+pub fn line(name: &str, limit: &Value) -> String {
+    let Figures { slots, in_use, waiting, oldest, hold, queue, .. } = Figures::of(limit);
+    format!(
+        "{name}: {slots} slots, {in_use} in use, {waiting} waiting, oldest {oldest}, hold {hold}, queue {queue}\n"
+    )
+}
+
+fn head(status: &Value, ink: Ink) -> String {
+    let store = &status["store"];
+    let up = store["up"].as_bool() == Some(true);
+    let store = escaped(store["kind"].as_str().unwrap_or("-"));
+    let store =
+        if up { format!("{store} up") } else { ink.paint(&format!("{store} down"), Tone::Bad) };
+    let mut head =
+        format!("instance {}, store {store}", escaped(status["instance"].as_str().unwrap_or("-")));
+    for (key, word) in [("recovery", ", recovering"), ("draining", ", draining")] {
+        if status[key].as_bool() == Some(true) {
+            head += &ink.paint(word, Tone::Warn);
+        }
+    }
+    let instances = status["instances"].as_array().into_iter().flatten();
+    let living = instances.filter(|instance| instance["gone"] != true).count();
+    if living > 1 {
+        write!(head, ", {living} instances").expect("a String takes any text");
+    }
+    head + "\n"
+}
+
+/// A table whose first `words` columns are words, and the others figures, which stand right.
+fn laid_out(titles: &[&str], words: usize, rows: Vec<Vec<Cell>>, ink: Ink) -> String {
+    let titles = titles.iter().map(|title| Cell((*title).to_owned(), Tone::Faint)).collect();
+    let rows: Vec<Vec<Cell>> = std::iter::once(titles).chain(rows).collect();
+    let width_of = |column: usize| rows.iter().map(|row| row[column].0.chars().count()).max();
+    let widths: Vec<usize> =
+        (0..rows[0].len()).map(|column| width_of(column).unwrap_or(0)).collect();
+    let mut out = String::new();
+    for row in &rows {
+        let mut line = String::new();
+        for (column, (Cell(text, tone), width)) in row.iter().zip(&widths).enumerate() {
+            let padded =
+                if column < words { format!("{text:<width$}") } else { format!("{text:>width$}") };
+            line += if column == 0 { "" } else { "  " };
+            line += &ink.paint(&padded, *tone);
+        }
+        out += line.trim_end();
+        out.push('\n');
+    }
+    out
+}
+
+/// Text that does nothing to a terminal, and doesn't read other than it is.
+fn escaped(text: &str) -> String {
+    let is_tricky = |c: char| {
+        c.is_control()
+            || matches!(c, '\u{200b}'..='\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2060}'..='\u{2069}' | '\u{feff}')
+    };
+    let mut out = String::with_capacity(text.len());
+    for c in text.chars() {
+        match c {
+            c if is_tricky(c) => out.extend(c.escape_unicode()),
+            c => out.push(c),
+        }
+    }
+    out
+}
+
+fn plain(value: &Value) -> String {
+    value.as_u64().map_or("-".to_owned(), |n| n.to_string())
+}
+
+fn time(ms: Option<f64>) -> String {
+    match ms {
+        None => "-".to_owned(),
+        Some(ms) if ms < 1000.0 => format!("{ms:.0}ms"),
+        Some(ms) if ms < 600_000.0 => format!("{:.1}s", ms / 1000.0),
+        Some(ms) => format!("{:.0}min", ms / 60_000.0),
+    }
+}
+
+struct Figures {
+    slots: String,
+    in_use: String,
+    is_full: bool,
+    waiting: u64,
+    oldest: String,
+    queue: String,
+    rate: String,
+    hold: String,
+    needed: String,
+    refused: u64,
+}
+
+impl Figures {
+    fn of(limit: &Value) -> Self {
+        let sum = |key: &str| {
+            let counts = limit[key].as_object().into_iter().flatten();
+            counts.filter_map(|(_, count)| count.as_u64()).sum()
+        };
+        let waiting = sum("waiting");
+        let oldest = limit["oldest_wait_ms"].as_f64().filter(|_| waiting > 0);
+        let is_keyed = limit["keyed"] == true;
+        Self {
+            slots: plain(&limit["slots"]),
+            in_use: plain(&limit["in_use"]),
+            is_full: !is_keyed && limit["in_use"].as_u64() >= limit["slots"].as_u64(),
+            waiting,
+            oldest: time(oldest),
+            queue: time(limit["queue_seconds"].as_f64().map(|seconds| seconds * 1000.0)),
+            rate: limit["arrival_rate"]
+                .as_f64()
+                .map_or("-".to_owned(), |rate| format!("{rate:.1}/s")),
+            hold: time(limit["hold_ms"].as_f64()),
+            needed: limit["needed_slots"]
+                .as_f64()
+                .map_or("-".to_owned(), |slots| format!("{slots:.1}")),
+            refused: sum("refused"),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    fn busy() -> Value {
+        json!({
+            "slots": 20, "in_use": 20, "waiting": { "critical": 1, "normal": 12 },
+            "oldest_wait_ms": 1240, "hold_ms": 151.6, "queue_seconds": 0.0985, "arrival_rate": 140.25,
+            "needed_slots": 21.26, "refused": { "queue_full": 3, "queue_timeout": 4 },
+        })
+    }
+
+    fn status() -> Value {
+        let idle = json!({
+            "slots": 5, "in_use": 0, "waiting": {}, "oldest_wait_ms": 0, "hold_ms": null,
+            "queue_seconds": null,
+        });
+        json!({
+            "instance": "i", "store": { "kind": "redis", "up": false }, "recovery": true,
+            "draining": false, "limits": { "a-long-name": busy(), "db": idle },
+            "instances": [{ "gone": false }, { "gone": false }, { "gone": true }],
+        })
+    }
+
+    #[test]
+    fn status_is_a_table() {
+        let expected = "\
+instance i, store redis down, recovering, 2 instances
+LIMIT        SLOTS  IN USE  WAITING  OLDEST  QUEUE     RATE   HOLD  NEEDS  REFUSED
+a-long-name     20      20       13    1.2s   98ms  140.2/s  152ms   21.3        7
+db               5       0        0       -      -        -      -      -        0
+";
+        assert_eq!(table(&status(), Ink::NONE), expected);
+    }
+
+    #[test]
+    fn colours_change_no_column() {
+        let coloured = table(&status(), Ink(true));
+        assert!(coloured.contains("\x1b[1;31mredis down\x1b[0m"), "{coloured}");
+        let mut bare = coloured;
+        for code in ["\x1b[0m", "\x1b[2m", "\x1b[33m", "\x1b[1;31m"] {
+            bare = bare.replace(code, "");
+        }
+        assert_eq!(bare, table(&status(), Ink::NONE));
+    }
+
+    #[test]
+    fn a_limit_is_a_line() {
+        let expected =
+            "llm: 20 slots, 20 in use, 13 waiting, oldest 1.2s, hold 152ms, queue 98ms\n";
+        assert_eq!(line("llm", &busy()), expected);
+    }
+
+    #[test]
+    fn no_name_does_anything_to_a_terminal() {
+        let holder = json!({
+            "id": "\u{1b}]0;title\u{7}", "instance": null, "route": "a\u{202e}b\r\n", "class": null,
+            "weight": 1, "age_ms": 900_000, "key": null,
+        });
+        let text = holders(&json!({ "holders": [holder] }), Ink::NONE);
+        let expected = "15min  1      -      a\\u{202e}b\\u{d}\\u{a}  a plain client  \\u{1b}]0;title\\u{7}  -";
+        assert_eq!(text.lines().nth(1), Some(expected), "{text}");
+        assert_eq!(holders(&json!({ "holders": [] }), Ink::NONE), "nobody holds a slot\n");
+    }
+}
