@@ -1,9 +1,14 @@
 //! Who has the slots, and what becomes of whom an operator evicts: the upstream is rid of a request before its slot is another's.
 
+use std::process::Stdio;
+
 use http::Method;
 use serde_json::Value;
+use tokio::{io::AsyncReadExt, process::Command};
 
-use crate::harness::{Client, Proxy, Raw, Redis, Upstream, eventually, one_limit, run_to_end};
+use crate::harness::{
+    Client, Proxy, Raw, Redis, Upstream, eventually, one_limit, run_to_end, within,
+};
 
 /// What `GET /limits/llm/holders` lists.
 async fn holders(proxy: &Proxy) -> Vec<Value> {
@@ -58,6 +63,24 @@ async fn the_evicted_leave_the_upstream_before_their_slot_is_anothers() {
         assert_eq!(upstream.take_highest(), 1);
         assert_eq!(evict(&proxy, &id).await.0, 404);
     }
+}
+
+#[tokio::test]
+async fn a_slot_of_the_evicted_stays_taken_for_the_upstreams_linger() {
+    let upstream = Upstream::spawn().await;
+    let proxy = Proxy::spawn(&one_limit(&upstream, 1).upstream("linger = \"5m\"")).await;
+    let _silent = Raw::get(proxy.addr(), "/silent").await;
+    upstream.wait_current(1).await;
+    let _next = Raw::get(proxy.addr(), "/status/200").await;
+    eventually("one waits", async || proxy.limit("llm").await["waiting"]["normal"] == 1).await;
+    let id = only_holder(&proxy).await;
+    assert_eq!(evict(&proxy, &id).await.0, 200);
+    upstream.wait_current(0).await;
+    assert_eq!(only_holder(&proxy).await, id);
+    assert_eq!((upstream.total(), &proxy.limit("llm").await["waiting"]["normal"]), (1, &1.into()));
+    // Once is enough.
+    let (status, why) = evict(&proxy, &id).await;
+    assert!(status == 409 && why.contains("coming or going"), "{status} {why}");
 }
 
 #[tokio::test]
@@ -165,4 +188,43 @@ async fn the_command_line_lists_and_evicts() {
     assert_eq!(output.status.code(), Some(1));
     let output = run_to_end(&["status", "--admin", &url]).await;
     assert!(String::from_utf8(output.stdout).unwrap().contains("llm"));
+}
+
+#[tokio::test]
+async fn colours_and_a_table_that_is_drawn_anew_are_for_terminals() {
+    let upstream = Upstream::spawn().await;
+    let proxy = Proxy::spawn(&one_limit(&upstream, 1)).await;
+    let _silent = Raw::get(proxy.addr(), "/silent").await;
+    upstream.wait_current(1).await;
+    let url = format!("http://{}", proxy.admin());
+    let words = ["status", "--admin", &url];
+    let program = env!("CARGO_BIN_EXE_tidegate");
+    // On a terminal, which `script` makes, up to the end or until these words have come twice.
+    let on_terminal = async |before: &str, words: &str, twice: &str| {
+        let line = format!("{before} {program} {words} --admin {url}");
+        let mut script = Command::new("script");
+        script.args(["-qec", &line, "/dev/null"]).env_remove("NO_COLOR").kill_on_drop(true);
+        script.stdin(Stdio::null()).stdout(Stdio::piped());
+        let mut script = script.spawn().expect("script is on the PATH");
+        let (mut output, mut text) = (script.stdout.take().unwrap(), Vec::new());
+        let read = async {
+            while output.read_buf(&mut text).await.unwrap() > 0 {
+                if String::from_utf8_lossy(&text).matches(twice).count() > 1 {
+                    break;
+                }
+            }
+        };
+        within("what a terminal shows", read).await;
+        String::from_utf8(text).unwrap()
+    };
+    let coloured = on_terminal("", "status", "never").await;
+    assert!(coloured.contains("\x1b[33m") && !coloured.contains("\x1b[H"), "{coloured:?}");
+    let bare = on_terminal("NO_COLOR=1", "status", "never").await;
+    assert!(bare.contains("llm") && !bare.contains('\x1b'), "{bare:?}");
+    let live = on_terminal("", "status --watch 100ms", "\x1b[H\x1b[2J").await;
+    assert!(live.matches("\x1b[H\x1b[2J").count() > 1, "{live:?}");
+    // Into a file or a pipe.
+    let output = run_to_end(&words).await;
+    let text = String::from_utf8(output.stdout).unwrap();
+    assert!(text.contains("llm") && !text.contains('\x1b'), "{text:?}");
 }
