@@ -102,20 +102,44 @@ async fn a_limit_is_changed_and_a_holder_evicted_by_keyboard_alone() {
 }
 
 #[tokio::test]
-async fn a_token_is_asked_for_where_there_is_one() {
+async fn what_the_gone_left_behind_is_freed_by_who_insists() {
+    let (upstream, redis) = (Upstream::spawn().await, Redis::spawn().await);
+    let conf = one_limit(&upstream, 2).redis(&redis);
+    let (here, mut gone) = (Proxy::spawn(&conf).await, Proxy::spawn(&conf).await);
+    let _silent = Raw::get(gone.addr(), "/silent").await;
+    upstream.wait_current(1).await;
+    gone.kill9().await;
+    let mut browser = Browser::at(&here).await;
+    browser.sees("#instances", "gone").await;
+    browser.click(&within_card("summary")).await;
+    browser.click(&within_card("tbody button")).await;
+    browser.click("#evict .do").await;
+    browser.sees("#evict .said", "its instance is gone").await;
+    assert_eq!(redis.in_use("llm").await, 1);
+    browser.click("#evict [name=force]").await;
+    browser.click("#evict .do").await;
+    browser.sees(&within_card(".count"), "0 of 2").await;
+    redis.wait_in_use("llm", 0).await;
+    browser.finds_no_trouble().await;
+}
+
+#[tokio::test]
+async fn it_follows_the_configuration_and_asks_for_its_token() {
     let upstream = Upstream::spawn().await;
     let proxy = Proxy::spawn(&one_limit(&upstream, 1)).await;
-    let text = proxy.text(&one_limit(&upstream, 1));
-    proxy.reconfigure(&text.replace("[store]", "token = \"sesame\"\n[store]")).await;
     let mut browser = Browser::at(&proxy).await;
     browser.sees(&within_card(".count"), "0 of 1").await;
-    browser.click(&within_card(".change")).await;
+    let text = proxy.text(&one_limit(&upstream, 1)).replace("llm", "other");
+    proxy.reconfigure(&text.replace("[store]", "token = \"sesame\"\n[store]")).await;
+    browser.sees(".limit[data-name=other] .count", "0 of 1").await;
+    assert_eq!(browser.count(CARD).await, 0);
+    browser.click(".change").await;
     browser.type_in("2").await;
     browser.click("#change .do").await;
     browser.sees("#change .said", "Bearer").await;
     browser.ask(json!({ "do": "fill", "at": "#change [name=token]", "text": "sesame" })).await;
     browser.click("#change .do").await;
-    browser.sees(&within_card(".count"), "0 of 2").await;
+    browser.sees(".limit .count", "0 of 2").await;
     browser.finds_no_trouble().await;
 }
 
