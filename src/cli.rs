@@ -1,8 +1,15 @@
 //! Reads the command line.
 
-use std::{net::SocketAddr, path::PathBuf, time::Duration};
+use std::{
+    io::{self, Write},
+    net::SocketAddr,
+    path::PathBuf,
+    time::Duration,
+};
 
-use clap::{Args, Parser, Subcommand};
+use clap::{Args, CommandFactory, Parser, Subcommand};
+use clap_complete::Shell;
+use clap_mangen::Man;
 use uuid::Uuid;
 
 use crate::{
@@ -39,6 +46,7 @@ Examples:
   tidegate status --watch                  what the limits of a running instance do, live
   tidegate holders llm                     who has the slots of a limit
   tidegate limit llm --slots 30            change a limit while it runs
+  tidegate check --keys                    every key of the file, with its default
 
 Exit status: 0 done, 1 failed at run time, 2 wrong usage or configuration."
 )]
@@ -66,6 +74,22 @@ pub enum Command {
     Limit(Limit),
     /// Works out slots, rate or hold time from the other two, by Little's law
     Size(Size),
+    /// Prints what lets a shell complete the command line
+    Completions(Completions),
+    /// Prints the manual page, for `man -l -`
+    Man,
+}
+
+/// `tidegate completions`
+#[derive(Args, Clone, Copy, Debug)]
+#[command(after_help = "\
+Examples:
+  tidegate completions bash > /usr/share/bash-completion/completions/tidegate
+  tidegate completions zsh > /usr/share/zsh/vendor-completions/_tidegate
+  tidegate completions fish > ~/.config/fish/completions/tidegate.fish")]
+pub struct Completions {
+    /// Which shell
+    pub shell: Shell,
 }
 
 /// `tidegate run`
@@ -111,6 +135,10 @@ pub struct Check {
     /// Configuration file
     #[arg(long, value_name = "FILE", default_value = DEFAULT_CONFIG)]
     pub config: PathBuf,
+
+    /// Prints every key with its default and what it does, and checks nothing
+    #[arg(long, conflicts_with = "config")]
+    pub keys: bool,
 }
 
 /// `tidegate demo`
@@ -322,6 +350,38 @@ impl Run {
     }
 }
 
+/// What lets a shell complete the command line.
+pub fn completions(shell: Shell) -> Vec<u8> {
+    let mut script = Vec::new();
+    clap_complete::generate(shell, &mut Cli::command(), "tidegate", &mut script);
+    script
+}
+
+/// The manual page: the command, then each subcommand, in roff.
+///
+/// # Errors
+/// None, as it writes to memory; the signature is that of its parts.
+pub fn manual() -> io::Result<Vec<u8>> {
+    let mut page = Vec::new();
+    let mut command = Cli::command();
+    command.build();
+    let man = Man::new(command.clone());
+    man.render_title(&mut page)?;
+    man.render_name_section(&mut page)?;
+    man.render_synopsis_section(&mut page)?;
+    man.render_description_section(&mut page)?;
+    for subcommand in command.get_subcommands().filter(|command| command.get_name() != "help") {
+        let name = format!("tidegate {}", subcommand.get_name());
+        writeln!(page, ".SH {}", name.to_uppercase())?;
+        let man = Man::new(subcommand.clone());
+        man.render_description_section(&mut page)?;
+        man.render_options_section(&mut page)?;
+        man.render_extra_section(&mut page)?;
+    }
+    man.render_extra_section(&mut page)?;
+    Ok(page)
+}
+
 fn command_of(cli: Cli) -> Command {
     cli.command.unwrap_or_else(|| Command::Run(Run::default()))
 }
@@ -356,7 +416,7 @@ fn secret(text: &str) -> Result<Secret, std::convert::Infallible> {
 
 #[cfg(test)]
 mod tests {
-    use clap::{CommandFactory, error::ErrorKind};
+    use clap::error::ErrorKind;
 
     use super::*;
 
@@ -473,6 +533,25 @@ mod tests {
             "Examples:",
         ] {
             assert!(help.contains(flag), "{flag} in {help}");
+        }
+    }
+
+    #[test]
+    fn the_manual_and_the_completions_tell_every_flag() {
+        let manual = String::from_utf8(manual().unwrap()).unwrap();
+        assert!(manual.contains(".TH tidegate 1"), "{manual}");
+        let command = Cli::command();
+        let flags = command.get_subcommands().flat_map(|command| command.get_arguments());
+        let flags: Vec<_> = flags.filter_map(|flag| flag.get_long()).collect();
+        assert!(flags.len() > 15, "{flags:?}");
+        for flag in flags {
+            // A hyphen is written `\\-` in roff.
+            let in_roff = flag.replace('-', "\\-");
+            assert!(manual.contains(&in_roff), "{flag} in {manual}");
+            for shell in [Shell::Bash, Shell::Zsh, Shell::Fish] {
+                let script = String::from_utf8(completions(shell)).unwrap();
+                assert!(script.contains(flag), "{flag} in {shell}");
+            }
         }
     }
 

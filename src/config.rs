@@ -14,6 +14,7 @@ mod file;
 mod follow;
 mod headers;
 mod health;
+pub mod keys;
 pub mod log;
 mod policy;
 mod quick;

@@ -1,11 +1,14 @@
 //! The command: a table of contents.
 
-use std::process::ExitCode;
+use std::{
+    io::{self, Write},
+    process::ExitCode,
+};
 
 use tidegate::{
     app, check,
     cli::{self, Command},
-    config::{Config, ConfigError},
+    config::{Config, ConfigError, keys},
     reload::Source,
     size,
     systemd::Sockets,
@@ -34,6 +37,7 @@ fn main() -> ExitCode {
             };
             with_config(source.load(), |config| app::main(config, source, sockets, threads, log))
         }
+        Command::Check(options) if options.keys => write(keys::page().as_bytes()),
         Command::Check(options) => with_config(Config::load(&options.config), |config| {
             print!("{}", check::report(&config));
             ExitCode::SUCCESS
@@ -47,6 +51,19 @@ fn main() -> ExitCode {
             print!("{}", size::report(&options.known()));
             ExitCode::SUCCESS
         }
+        Command::Completions(options) => write(&cli::completions(options.shell)),
+        Command::Man => write(&cli::manual().expect("writing to memory can't fail")),
+    }
+}
+
+/// Writes to a reader who may have seen enough, such as `head`.
+fn write(text: &[u8]) -> ExitCode {
+    match io::stdout().write_all(text) {
+        Err(error) if error.kind() != io::ErrorKind::BrokenPipe => {
+            eprintln!("tidegate: {error}");
+            ExitCode::FAILURE
+        }
+        _ => ExitCode::SUCCESS,
     }
 }
 

@@ -79,9 +79,16 @@ pub struct Traces {
     pub headers: Vec<(HeaderName, HeaderValue)>,
 }
 
-// The headers are secrets.
+// The headers' values are secrets.
 impl std::fmt::Debug for Traces {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Traces").field("endpoint", &self.endpoint).finish_non_exhaustive()
+        let Self { endpoint, sample, service, headers } = self;
+        let headers: Vec<_> = headers.iter().map(|(name, _)| name).collect();
+        f.debug_struct("Traces")
+            .field("endpoint", endpoint)
+            .field("sample", sample)
+            .field("service", service)
+            .field("headers", &headers)
+            .finish()
     }
 }
