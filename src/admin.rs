@@ -243,7 +243,7 @@ impl Admin {
             endpoints::measure(self.metrics.endpoints(index), &upstream.state());
         }
         let kind = "application/openmetrics-text; version=1.0.0; charset=utf-8";
-        answer(StatusCode::OK, kind, self.metrics.render(&self.admission.outlook()))
+        answer(StatusCode::OK, kind, self.metrics.render(|| self.admission.outlook()))
     }
 }
 

@@ -9,15 +9,17 @@ use uuid::Uuid;
 use crate::{
     config::{self, Config, Mode, OnLeaseLost, Recovery, Route, Step},
     leases::{Guard, Lease, Leases, LimitSettings, Outlook, Settings, WhenDown, Why},
-    metrics::{LimitMetrics, Metrics},
+    metrics::{LimitMetrics, Metrics, RateMetrics},
     reason::Reason,
     store::{ClassSpec, Evict, Evicted, Holder, SetSpec, SetStatus, SlotStore, StoreError},
 };
 
 mod evict;
+mod metered;
 mod plan;
 
 pub use evict::Eviction;
+use metered::metered;
 pub use plan::Arrival;
 use plan::Plan;
 
@@ -48,6 +50,7 @@ pub struct Admission {
 struct Planned {
     plan: Plan,
     meters: Arc<[LimitMetrics]>,
+    rates: Vec<(usize, RateMetrics)>,
     max_hold: Option<Duration>,
 }
 
@@ -67,6 +70,15 @@ struct Held {
     lease: Lease,
     meters: Arc<[LimitMetrics]>,
     class: usize,
+    weight: u32,
+}
+
+/// A request's stay at the upstream, counted apart from its slots; dropped where it has ended.
+#[must_use = "dropping it says that the request has ended at the upstream"]
+#[derive(Debug)]
+pub struct Stay {
+    meters: Arc<[LimitMetrics]>,
+    weight: u32,
 }
 
 /// Why a request wasn't admitted. Nothing of it is kept anywhere.
@@ -89,6 +101,7 @@ pub struct Refusal {
 impl Admission {
     /// Starts the lease keeper of this instance on the current runtime.
     pub fn start(config: &Config, store: Arc<dyn SlotStore>, metrics: Arc<Metrics>) -> Arc<Self> {
+        let store = metered(store, metrics.store());
         let (places, limits) = placed(config, Vec::new(), store.local().is_some());
         let sets = limits.iter().map(|limit| Arc::clone(&limit.set)).collect();
         let settings = settings(config, limits, store.local().is_some());
@@ -118,6 +131,7 @@ impl Admission {
             Planned {
                 plan: Plan::new(config, &sets, route),
                 meters: limits().map(|limit| metrics.limit(limit).clone()).collect(),
+                rates: route.rates.iter().map(|&rate| (rate, metrics.rate(rate))).collect(),
                 max_hold: limits().filter_map(|limit| config.limits[limit].max_hold).min(),
             }
         };
@@ -174,13 +188,15 @@ impl Admission {
     }
 
     async fn follow(&self, planned: &Planned, arrival: &Arrival<'_>) -> Result<Permit, Refusal> {
-        let Planned { plan, meters, max_hold } = planned;
+        let Planned { plan, meters, rates, max_hold } = planned;
         let (id, asked) = (Uuid::now_v7(), Instant::now());
         if plan.is_empty() {
             return Ok(Permit { id, held: None, taken: asked, max_hold: None });
         }
         let ask = plan.ask(id, arrival);
         let class = ask.class;
+        // The same for every limit.
+        let weight = ask.wants.first().map_or(0, |want| want.weight);
         match self.leases.acquire(ask, plan.deadline(arrival, asked)).await {
             Ok(lease) => {
                 let taken = lease.taken();
@@ -189,12 +205,15 @@ impl Admission {
                     self.metrics.shadowed(self.limit_at(would.limit), would.rate, class, reason);
                 }
                 meters.iter().for_each(|meter| meter.granted(taken - asked));
+                rates.iter().for_each(|(_, rate)| rate.allowed());
                 let id = lease.holder();
-                let held = Some(Held { lease, meters: Arc::clone(meters), class });
+                let held = Some(Held { lease, meters: Arc::clone(meters), class, weight });
                 Ok(Permit { id, held, taken, max_hold: *max_hold })
             }
             Err(refused) => {
                 meters.iter().for_each(LimitMetrics::refused);
+                let too_much = rates.iter().find(|(rate, _)| Some(*rate) == refused.rate);
+                too_much.into_iter().for_each(|(_, rate)| rate.refused());
                 let reason = reason_of(refused.why);
                 let limit = self.limit_at(refused.limit);
                 self.metrics.shed(limit, refused.rate, class, reason);
@@ -280,6 +299,13 @@ impl Permit {
         self.held.as_ref().and_then(|held| held.lease.fence())
     }
 
+    /// Counts the request as open at the upstream.
+    pub fn stay(&self) -> Option<Stay> {
+        let Held { meters, weight, .. } = self.held.as_ref()?;
+        meters.iter().for_each(|meter| meter.opened(*weight));
+        Some(Stay { meters: Arc::clone(meters), weight: *weight })
+    }
+
     /// When the slots were taken.
     pub fn taken(&self) -> Instant {
         self.taken
@@ -311,6 +337,12 @@ impl Permit {
     /// The longest this request may keep its slots; the shortest of its limits.
     pub fn max_hold(&self) -> Option<Duration> {
         self.max_hold
+    }
+}
+
+impl Drop for Stay {
+    fn drop(&mut self) {
+        self.meters.iter().for_each(|meter| meter.closed(self.weight));
     }
 }
 

@@ -21,7 +21,7 @@ use tokio::{runtime::Handle, time::Instant};
 use uuid::Uuid;
 
 use crate::{
-    admission::Permit,
+    admission::{Permit, Stay},
     body::BoxError,
     gauge::Share,
     leases::Guard,
@@ -81,6 +81,8 @@ pub(crate) enum Broken {
 #[derive(Debug)]
 struct State {
     phase: Phase,
+    /// Not kept with the permit: which of them ends first is what is watched.
+    stay: Option<Stay>,
     /// Polled, and the upstream had nothing.
     is_waiting: bool,
     /// Since when, as far as the janitor saw.
@@ -275,6 +277,7 @@ impl Exchange {
             return;
         };
         drop(body);
+        let stay = self.lock().stay.take();
         match &self.upload {
             // An upload that nobody waits for would keep the connection, and the client busy.
             Some(upload) if !upload.is_sent() => {
@@ -284,7 +287,7 @@ impl Exchange {
             _ => line.put(),
         }
         // Last, so that whoever gets the slot finds the connection.
-        drop(held);
+        drop((stay, held));
     }
 
     /// The exchange ends early: the upstream must see it first, then the slot is free.
@@ -293,6 +296,7 @@ impl Exchange {
         if let Some(upload) = &self.upload {
             upload.stop();
         }
+        let stay = self.lock().stay.take();
         let (held, open) = match phase {
             Phase::Idle(held, open) => (held, open),
             Phase::Body(held, _, line) | Phase::Tunnel(held, line) => (held, Some(line.open())),
@@ -307,6 +311,7 @@ impl Exchange {
         let linger = self.upstream.linger;
         self.runtime.spawn(async move {
             open.closed().await;
+            drop(stay);
             tokio::time::sleep(linger).await;
             drop(held);
         });

@@ -137,6 +137,19 @@ pub struct Outlook {
     pub presence: Duration,
     /// Mean hold time, per set, where one was measured.
     pub hold: Vec<Option<Duration>>,
+    /// How this instance's slots stand with the store, per limit.
+    pub standing: Vec<Standing>,
+}
+
+/// How this instance's slots of a limit stand with the store.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Standing {
+    /// Those of requests that the store counts: confirmed within a lease.
+    pub counted: u32,
+    /// Those that are kept for the next request.
+    pub spare: u32,
+    /// How long the most overdue renewal is overdue.
+    pub renew_lag: Duration,
 }
 
 impl Outlook {
@@ -152,6 +165,7 @@ impl Outlook {
             local: pick(&self.local, places),
             arrival_rate: pick(&self.arrival_rate, places),
             hold: pick(&self.hold, places),
+            standing: pick(&self.standing, places),
             ..self
         }
     }

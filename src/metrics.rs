@@ -18,24 +18,30 @@ use prometheus_client::{
 };
 
 use crate::{
-    config::Config,
-    leases::{Alone, Outlook},
+    config::{Config, Limit},
+    leases::{Alone, Outlook, Standing},
     reason::Reason,
 };
 
+mod compared;
 mod endpoints;
 mod lost;
 mod reloads;
+mod ways;
 
 use endpoints::EndpointFamilies;
 pub use endpoints::EndpointMetrics;
 pub use lost::Lost;
 pub use reloads::Reloads;
+pub use ways::{RateMetrics, StoreMetrics};
 
-/// From half a millisecond to a quarter of an hour.
-const SECONDS: [f64; 16] = [
-    0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0, 60.0, 300.0,
-    900.0,
+use compared::{Compared, ComparedFamilies};
+use ways::WayFamilies;
+
+/// From half a millisecond to an hour: a hold is compared with `max_hold`, which is half an hour unless said.
+const SECONDS: [f64; 20] = [
+    0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0,
+    60.0, 300.0, 900.0, 1800.0, 3600.0,
 ];
 
 /// Every metric of an instance, with the handles that one configuration needs.
@@ -45,6 +51,7 @@ pub struct Metrics {
     limits: Vec<LimitMetrics>,
     routes: Vec<RouteMetrics>,
     endpoints: Vec<Vec<EndpointMetrics>>,
+    upstreams: Vec<Histogram>,
     classes: Vec<Arc<str>>,
     rates: Vec<Arc<str>>,
 }
@@ -56,6 +63,7 @@ struct Families {
     limits: LimitFamilies,
     routes: RouteFamilies,
     endpoints: EndpointFamilies,
+    ways: WayFamilies,
     shed: Family<ShedLabels, Counter>,
     shadow: Family<ShedLabels, Counter>,
     degraded: Family<DegradedLabels, Counter>,
@@ -81,6 +89,7 @@ struct LimitFamilies {
     lost: Family<LimitLabel, Counter>,
     wait: Histograms<LimitLabel>,
     hold: Histograms<LimitLabel>,
+    compared: ComparedFamilies,
 }
 
 #[derive(Debug)]
@@ -102,6 +111,7 @@ pub struct LimitMetrics {
     share: Gauge,
     wait: Histogram,
     hold: Histogram,
+    compared: Compared,
     name: Arc<str>,
 }
 
@@ -195,9 +205,10 @@ impl Metrics {
 
     fn of(all: Arc<Families>, config: &Config) -> Arc<Self> {
         Arc::new(Self {
-            limits: config.limits.iter().map(|limit| all.limits.of(&limit.name)).collect(),
+            limits: config.limits.iter().map(|limit| all.limits.of(limit)).collect(),
             routes: config.routes.iter().map(|route| all.routes.of(&route.name)).collect(),
             endpoints: config.upstreams.iter().map(|upstream| all.endpoints.of(upstream)).collect(),
+            upstreams: config.upstreams.iter().map(|to| all.ways.upstream(&to.name)).collect(),
             classes: config.classes.order.clone(),
             rates: config.rates.iter().map(|rate| Arc::clone(&rate.name)).collect(),
             all,
@@ -232,6 +243,21 @@ impl Metrics {
     /// The handles of an upstream's endpoints.
     pub fn endpoints(&self, upstream: usize) -> &[EndpointMetrics] {
         &self.endpoints[upstream]
+    }
+
+    /// The handles of a rate.
+    pub fn rate(&self, index: usize) -> RateMetrics {
+        self.all.ways.rate(&self.rates[index])
+    }
+
+    /// The handles of the store.
+    pub fn store(&self) -> StoreMetrics {
+        self.all.ways.store()
+    }
+
+    /// An upstream answered after this time.
+    pub fn upstream_answered(&self, upstream: usize, took: Duration) {
+        self.upstreams[upstream].observe(took.as_secs_f64());
     }
 
     /// Counts a refusal.
@@ -284,8 +310,10 @@ impl Metrics {
     }
 
     /// The exposition, in OpenMetrics text.
-    pub fn render(&self, outlook: &Outlook) -> String {
+    pub fn render(&self, outlook: impl FnOnce() -> Outlook) -> String {
         let all = &self.all;
+        let opened: Vec<i64> = self.limits.iter().map(|limit| limit.compared.open.get()).collect();
+        let outlook = outlook();
         all.store_up.set(outlook.up.into());
         all.recovery.set(outlook.recovering.into());
         all.away.set(outlook.away.into());
@@ -302,6 +330,10 @@ impl Metrics {
             limit.holders.set(seen.used.into());
             limit.waiting.set(seen.waiting.into());
             limit.local.set((*local).into());
+        }
+        for ((limit, opened), standing) in self.limits.iter().zip(opened).zip(&outlook.standing) {
+            let Standing { counted, spare, renew_lag } = *standing;
+            limit.compared.compare(opened, counted, spare, renew_lag);
         }
         let mut text = String::new();
         encode(&mut text, &all.registry).expect("writing to a string can't fail");
@@ -324,6 +356,16 @@ impl LimitMetrics {
     /// A request was cut because its lease could have been lost.
     pub fn lost(&self) {
         self.lost.inc();
+    }
+
+    /// A request that takes so many slots is open at the upstream from now on.
+    pub fn opened(&self, weight: u32) {
+        self.compared.open.inc_by(weight.into());
+    }
+
+    /// It has ended there.
+    pub fn closed(&self, weight: u32) {
+        self.compared.open.dec_by(weight.into());
     }
 
     /// A slot was given back after this hold.
@@ -353,6 +395,7 @@ impl Families {
         let limits = LimitFamilies::register(&mut registry);
         let routes = RouteFamilies::register(&mut registry);
         let endpoints = EndpointFamilies::register(&mut registry);
+        let ways = WayFamilies::register(&mut registry);
         let shed = Family::default();
         registry.register("shed", "Requests refused, by limit, class and reason", shed.clone());
         let (store_up, recovery) = (Gauge::default(), Gauge::default());
@@ -387,6 +430,7 @@ impl Families {
             limits,
             routes,
             endpoints,
+            ways,
             shed,
             shadow,
             degraded,
@@ -414,8 +458,10 @@ impl LimitFamilies {
             lost: Family::default(),
             wait: Histograms::new_with_constructor(InSeconds),
             hold: Histograms::new_with_constructor(InSeconds),
+            compared: ComparedFamilies::register(registry),
         };
-        let Self { slots, holders, local, waiting, share, acquire, lost, wait, hold } = &families;
+        let Self { slots, holders, local, waiting, share, acquire, lost, wait, hold, .. } =
+            &families;
         registry.register(
             "lease_lost",
             "Requests cut because their slot might have become another's (on_lease_lost = cut)",
@@ -437,7 +483,8 @@ impl LimitFamilies {
         families
     }
 
-    fn of(&self, name: &Arc<str>) -> LimitMetrics {
+    fn of(&self, limit: &Limit) -> LimitMetrics {
+        let name = &limit.name;
         let label = LimitLabel { limit: name.to_string() };
         let acquired = |result| {
             let labels = AcquireLabels { limit: name.to_string(), result };
@@ -454,6 +501,7 @@ impl LimitFamilies {
             share: self.share.get_or_create_owned(&label),
             wait: self.wait.get_or_create_owned(&label),
             hold: self.hold.get_or_create_owned(&label),
+            compared: self.compared.of(&label, limit),
             name: Arc::clone(name),
         }
     }
@@ -464,6 +512,7 @@ impl LimitFamilies {
         for gauges in [&self.slots, &self.holders, &self.local, &self.waiting, &self.share] {
             gauges.remove(&label);
         }
+        self.compared.forget(&label);
     }
 }
 

@@ -151,6 +151,8 @@ struct Notes {
 /// A request ready to leave.
 struct Call {
     upstream: Arc<Upstream>,
+    /// Which one it is.
+    index: usize,
     request: Request<Outgoing>,
     interest: Option<Interest>,
     wish: Option<Wish>,
@@ -507,7 +509,7 @@ impl Proxy {
             interest.sent(&parts.headers);
         }
         let request = Request::from_parts(parts, body);
-        Ok(Call { upstream, request, interest, wish, patience })
+        Ok(Call { upstream, index: target.upstream, request, interest, wish, patience })
     }
 
     async fn forward(
@@ -533,6 +535,9 @@ impl Proxy {
         }
         notes.account.reached(|| owner.endpoint());
         let took = started.elapsed();
+        if answer.is_ok() {
+            self.metrics.upstream_answered(call.index, took);
+        }
         match answer {
             Ok(mut head) if head.status() == StatusCode::SWITCHING_PROTOCOLS => {
                 let Some((wish, consent)) = call.wish.zip(Consent::take(&mut head)) else {

@@ -1,19 +1,25 @@
 #!/bin/sh
-# Runs every test. Installs what is missing first: redis-server, since the tests start private servers of their own;
-# curl, the clients of nghttp2, and Python with the SDKs of LLM providers (into target/sdk-venv), since the tests try clients as they
-# are; and chromium, and Node with playwright-core (into target/page), since they look at the page as operators do.
+# Runs every test. Installs what is missing first: redis-server, since the tests start private servers of their own; curl, the
+# clients of nghttp2, and Python with the SDKs of LLM providers (into target/sdk-venv), since the tests try clients as they are;
+# chromium, and Node with playwright-core (into target/page), since they look at the page as operators do; HAProxy, nginx and
+# promtool (into target), which read what the documentation and deploy/ have for them.
 set -eu
 cd "$(dirname "$0")/.."
 
-install() {
+as_root=
+if [ "$(id -u)" -ne 0 ]; then
+    as_root=sudo
+fi
+
+needs_apt() {
     if ! command -v apt-get >/dev/null; then
         echo "The tests need $1 on the PATH ($2): please install it." >&2
         exit 1
     fi
-    as_root=
-    if [ "$(id -u)" -ne 0 ]; then
-        as_root=sudo
-    fi
+}
+
+install() {
+    needs_apt "$1" "$2"
     echo "$1 is missing. Installing the package $1 with apt-get${as_root:+ through sudo}."
     $as_root apt-get update
     $as_root env DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends "$1"
@@ -30,6 +36,26 @@ fi
 
 if ! command -v h2load >/dev/null || ! command -v nghttp >/dev/null; then
     install nghttp2-client "any"
+fi
+
+for balancer in haproxy nginx; do
+    if ! command -v "$balancer" >/dev/null && ! [ -x "/usr/sbin/$balancer" ]; then
+        install "$balancer" "any"
+    fi
+done
+PATH=$PATH:/usr/sbin
+
+# The one program out of Debian's package, which would start a server.
+if ! command -v promtool >/dev/null && ! [ -x target/promtool ]; then
+    needs_apt promtool "any"
+    echo "Taking promtool out of the package prometheus, into target."
+    folder=$(mktemp -d)
+    chmod 755 "$folder"
+    (cd "$folder" && apt-get download -q prometheus || { $as_root apt-get update && apt-get download -q prometheus; })
+    mkdir -p target
+    dpkg-deb --fsys-tarfile "$folder"/prometheus_*.deb | tar -x -O ./usr/bin/promtool > target/promtool
+    chmod +x target/promtool
+    rm -r "$folder"
 fi
 
 venv=target/sdk-venv

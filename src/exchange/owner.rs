@@ -34,6 +34,7 @@ impl Owner {
         runtime: Handle,
     ) -> Self {
         let permit = &held.permit;
+        let stay = permit.stay();
         let exchange = Arc::new(Exchange {
             holder: permit.holder(),
             guard: permit.guard().cloned(),
@@ -45,6 +46,7 @@ impl Owner {
             runtime,
             state: Mutex::new(State {
                 phase: Phase::Idle(held, None),
+                stay,
                 is_waiting: false,
                 waiting_since: None,
                 pieces_seen: 0,

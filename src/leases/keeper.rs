@@ -11,7 +11,7 @@ use rustc_hash::FxHashMap;
 use tokio::{sync::oneshot, time::Instant};
 use uuid::Uuid;
 
-use super::{Guard, Lease, Outlook};
+use super::{Guard, Lease, Outlook, Standing};
 use crate::store::{
     Acquire, AcquireReply, Acquired, Ask, Beat, BeatReply, Call, Caller, Event, Heartbeat, Refuser,
     Release, ReleaseReply, Renew, Renewed, Reply, SetSpec, SetState, Shed, Stamp, StoreError, Want,

@@ -32,6 +32,7 @@ mod labels;
 mod leaks;
 mod limit_change;
 mod logs;
+mod metrics;
 mod page;
 mod rates;
 mod refusal;

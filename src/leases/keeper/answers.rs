@@ -394,6 +394,34 @@ impl Keeper {
             instances: self.heard_of(now),
             presence: Duration::from_millis(self.caller.presence.unsigned_abs()),
             hold: self.limits.iter().map(|limit| limit.hold.map(Duration::from_secs_f64)).collect(),
+            standing: self.standing(now),
         }
+    }
+
+    fn standing(&self, now: Instant) -> Vec<Standing> {
+        let mut standing: Vec<Standing> = self
+            .limits
+            .iter()
+            .map(|limit| Standing { counted: limit.local, ..Standing::default() })
+            .collect();
+        for want in self.spare_wants() {
+            standing[want.set.limit].spare += want.weight;
+        }
+        for entry in self.entries.values() {
+            if !matches!(entry.phase, Phase::Held | Phase::Spare) {
+                continue;
+            }
+            let age = now.duration_since(entry.confirmed);
+            for want in entry.ask.wants.iter() {
+                let limit = &mut standing[want.set.limit];
+                let overdue = age.saturating_sub(self.settings.limits[want.set.limit].renew);
+                limit.renew_lag = limit.renew_lag.max(overdue);
+                let is_counted = !entry.uncounted && ms(age) <= want.set.lease;
+                if entry.phase == Phase::Held && !is_counted {
+                    limit.counted = limit.counted.saturating_sub(want.weight);
+                }
+            }
+        }
+        standing
     }
 }

@@ -55,6 +55,11 @@ impl Keeper {
         true
     }
 
+    /// What is kept.
+    pub(in crate::leases) fn spare_wants(&self) -> impl Iterator<Item = &Want> {
+        self.warm.spares.iter().flat_map(|spare| spare.ask.wants.iter())
+    }
+
     /// Slots that are here already, for a newcomer.
     pub(in crate::leases) fn reuse(&mut self, ask: &Ask, now: Instant) -> Option<Slots> {
         let spares = &self.warm.spares;
