@@ -1,4 +1,4 @@
-.PHONY: demo test bench
+.PHONY: demo test bench deb docs
 
 # A sample provider, two instances, traffic, a live table; nothing to install.
 demo:
@@ -15,3 +15,13 @@ bench:
 	cargo build --release --bin tidegate
 	install -D target/release/tidegate target/bench/tidegate
 	ulimit -n $$(ulimit -Hn) && cargo bench --bench compare
+
+# A Debian package in target/debian.
+deb:
+	cargo build --release --locked --bin tidegate
+	deploy/deb/build.sh
+
+# Writes anew what the program says about its keys and its command line.
+docs:
+	UPDATE_DOCS=1 cargo test --locked --lib config::keys
+	UPDATE_DOCS=1 cargo test --locked --test integration the_page_of_the_command_line

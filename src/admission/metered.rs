@@ -8,7 +8,8 @@ use uuid::Uuid;
 use crate::{
     metrics::StoreMetrics,
     store::{
-        BoxFuture, Call, Caller, Link, Push, Reply, SetSpec, SetStatus, SlotStore, StoreError,
+        BoxFuture, Call, Caller, Evict, Evicted, Holder, Link, Push, Reply, SetSpec, SetStatus,
+        SlotStore, StoreError,
     },
 };
 
@@ -42,6 +43,18 @@ impl SlotStore for Metered<Arc<dyn SlotStore>> {
     fn status<'a>(&'a self, spec: &'a SetSpec) -> BoxFuture<'a, Result<SetStatus, StoreError>> {
         self.inner.status(spec)
     }
+
+    fn holders<'a>(&'a self, spec: &'a SetSpec) -> BoxFuture<'a, Result<Vec<Holder>, StoreError>> {
+        self.inner.holders(spec)
+    }
+
+    fn evict<'a>(
+        &'a self,
+        spec: &'a SetSpec,
+        evict: &'a Evict,
+    ) -> BoxFuture<'a, Result<Evicted, StoreError>> {
+        self.inner.evict(spec, evict)
+    }
 }
 
 impl Link for Metered<Arc<dyn Link>> {
@@ -50,9 +63,11 @@ impl Link for Metered<Arc<dyn Link>> {
         caller: &'a Caller,
         call: &'a Call,
     ) -> BoxFuture<'a, Result<Reply, StoreError>> {
-        Box::pin(async {
-            let sent = Instant::now();
-            let reply = self.inner.call(caller, call).await;
+        let sent = Instant::now();
+        // Called here and not in the future, since the order of calls is that of these.
+        let reply = self.inner.call(caller, call);
+        Box::pin(async move {
+            let reply = reply.await;
             self.metrics.called(reply.is_ok(), sent.elapsed());
             reply
         })

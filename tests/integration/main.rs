@@ -33,6 +33,7 @@ mod leaks;
 mod limit_change;
 mod logs;
 mod metrics;
+mod packaging;
 mod page;
 mod rates;
 mod refusal;
