@@ -20,7 +20,7 @@ mod upstream;
 pub(crate) use client::{Answer, Client, H2, Raw, get};
 pub(crate) use collector::{Collector, attribute};
 pub(crate) use h2_upstream::{First, H2Upstream, Settings};
-pub(crate) use proxy::{Conf, Proxy, Reload, config_file, one_limit, run_to_end};
+pub(crate) use proxy::{Conf, Proxy, Reload, config_file, one_limit, run_to_end, tidegate};
 pub(crate) use redis::{Redis, Sentinels};
 pub(crate) use relay::Relay;
 pub(crate) use replicated::Replicated;

@@ -39,11 +39,11 @@ impl Rig {
         Self { store, back: Back::Redis { _server: Some(server), raw }, prefix }
     }
 
-    /// A Redis in which the store may do what the README's user may, and nothing else.
+    /// A Redis in which the store may do what the documentation's user may, and nothing else.
     pub(super) async fn redis_as_user() -> Self {
         let server = Server::start().await;
         let mut raw = server.connect().await;
-        acl_of_the_readme().exec_async(&mut raw).await.unwrap();
+        acl_as_documented().exec_async(&mut raw).await.unwrap();
         let url = format!("redis://tidegate:secret@127.0.0.1:{}", server.port);
         let back = Back::Redis { _server: Some(server), raw };
         Self { store: store_at(&url, ""), back, prefix: String::new() }
@@ -190,13 +190,13 @@ impl Rig {
     }
 }
 
-/// The line with which the README lets a user in, with a password.
-pub(super) fn acl_of_the_readme() -> redis::Cmd {
-    let readme = include_str!("../../../README.md");
-    let lines = readme.lines().skip_while(|line| !line.starts_with("ACL SETUSER tidegate"));
+/// The line with which the documentation lets a user in, with a password.
+pub(super) fn acl_as_documented() -> redis::Cmd {
+    let page = include_str!("../../../docs/redis.md");
+    let lines = page.lines().skip_while(|line| !line.starts_with("ACL SETUSER tidegate"));
     let line: String = lines.take_while(|line| !line.starts_with("```")).collect();
     let mut words = line.split([' ', '\\']).filter(|word| !word.is_empty());
-    let mut command = redis::cmd(words.next().expect("the README has that line"));
+    let mut command = redis::cmd(words.next().expect("the documentation has that line"));
     words.for_each(|word| _ = command.arg(word));
     command
 }
