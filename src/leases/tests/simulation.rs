@@ -18,7 +18,7 @@ use rustc_hash::{FxHashMap as HashMap, FxHashSet as HashSet};
 use world::tell;
 
 use super::*;
-use crate::store::Event;
+use crate::store::{Call, Event, Reply};
 
 mod faults;
 mod law;

@@ -7,7 +7,7 @@ use super::{
     world::{Happening, World, tell},
     *,
 };
-use crate::store::{Caller, Stale};
+use crate::store::{Call, Caller, Reply, Stale, StoreError};
 
 const CALLS_IN_FLIGHT: usize = 2;
 

@@ -11,7 +11,7 @@ use super::{
     warm::Spare,
     *,
 };
-use crate::store::Caller;
+use crate::store::{Call, Caller, Reply, StoreError};
 
 /// How much of the story is told, unless somebody says.
 const TAIL: u64 = 120;
