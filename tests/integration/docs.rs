@@ -131,6 +131,7 @@ async fn every_endpoint_and_every_key_of_the_status_is_told() {
     let text = page("operating.md");
     let (endpoints, rest) = text.split_once("## By the command line").unwrap();
     let (_, status) = rest.split_once("## `/status`").unwrap();
+    let (status, _) = status.split_once("\n## ").unwrap();
 
     let told: BTreeSet<_> =
         rows(endpoints).iter().map(|row| row[0].trim_matches('`').to_owned()).collect();
@@ -139,7 +140,8 @@ async fn every_endpoint_and_every_key_of_the_status_is_told() {
     let answer = String::from_utf8(answer.body.to_vec()).unwrap();
     let (_, real) = answer.split_once("there are ").unwrap();
     assert_same("endpoints", &told, &real.split_whitespace().map(str::to_owned).collect());
-    for endpoint in told {
+    // The events never end, and nobody holds a slot here.
+    for endpoint in told.into_iter().filter(|path| path != "/events" && !path.contains("<id>")) {
         let answer = client.get(proxy.admin(), &endpoint.replace("<name>", "llm")).await;
         assert_eq!(answer.status, 200, "{endpoint}");
     }
