@@ -253,16 +253,35 @@ impl Fleet {
     }
 
     async fn freeze_one(&mut self) -> Allowed {
-        let instance = self.proxies[0].status().await["instance"].as_str().unwrap().to_owned();
+        let instance = self.first_instance().await;
         self.proxies[0].sigstop();
-        let holders = self.redis.holders("llm").await;
-        let infos: HashMap<String, String> = self.redis.cli(&["HGETALL", "sem:llm:info"]).await;
-        let is_its =
-            |holder: &&String| infos.get(*holder).is_some_and(|info| info.contains(&instance));
-        let overshoot = holders.iter().filter(is_its).count();
+        let overshoot = self.slots_of(&instance).await;
         sleep(2 * self.lease).await;
         self.proxies[0].sigcont();
         Allowed { overshoot, lost: 0 }
+    }
+
+    /// Cut off, it hands its own slots on until their lease is over, and what runs then goes on; after that it has its share.
+    async fn cut_one_off(&mut self) -> Allowed {
+        let instance = self.first_instance().await;
+        self.relays[0].shut();
+        let overshoot = self.slots_of(&instance).await.max(SLOTS / INSTANCES);
+        sleep(2 * self.lease).await;
+        self.relays[0].reopen();
+        Allowed { overshoot, lost: 0 }
+    }
+
+    async fn first_instance(&self) -> String {
+        self.proxies[0].status().await["instance"].as_str().unwrap().to_owned()
+    }
+
+    /// As Redis has them.
+    async fn slots_of(&self, instance: &str) -> usize {
+        let holders = self.redis.holders("llm").await;
+        let infos: HashMap<String, String> = self.redis.cli(&["HGETALL", "sem:llm:info"]).await;
+        let is_its =
+            |holder: &&String| infos.get(*holder).is_some_and(|info| info.contains(instance));
+        holders.iter().filter(is_its).count()
     }
 
     async fn set_limit(&self, slots: &str) {
@@ -350,14 +369,7 @@ async fn long_faults(fleet: &mut Fleet, rows: &mut Vec<Row>) {
         },
     );
     rows.push(row.await);
-    let row =
-        fleet.suffer("an instance is cut off for two leases", SLOTS, async |fleet: &mut Fleet| {
-            fleet.relays[0].shut();
-            sleep(2 * fleet.lease).await;
-            fleet.relays[0].reopen();
-            // No request here outlasts its lease, so what is left is the share.
-            Allowed { overshoot: SLOTS / INSTANCES, lost: 0 }
-        });
+    let row = fleet.suffer("an instance is cut off for two leases", SLOTS, Fleet::cut_one_off);
     rows.push(row.await);
     let row = fleet.suffer("Redis is frozen for two leases", SLOTS, async |fleet: &mut Fleet| {
         fleet.redis.pause();
