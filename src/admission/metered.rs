@@ -73,3 +73,48 @@ impl Link for Metered<Arc<dyn Link>> {
         })
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Mutex;
+
+    use super::*;
+    use crate::{
+        config::{AdminListen, Config, QuickOptions, Secret},
+        metrics::Metrics,
+    };
+
+    /// Notes by which epochs it was called, in the order of the calls.
+    #[derive(Debug, Default)]
+    struct Listed(Mutex<Vec<u64>>);
+
+    impl Link for Listed {
+        fn call<'a>(
+            &'a self,
+            caller: &'a Caller,
+            _: &'a Call,
+        ) -> BoxFuture<'a, Result<Reply, StoreError>> {
+            self.0.lock().unwrap().push(caller.epoch);
+            Box::pin(std::future::ready(Err(StoreError::Stale)))
+        }
+    }
+
+    #[tokio::test]
+    async fn calls_keep_their_order_however_their_answers_are_awaited() {
+        let config = Config::quick(QuickOptions {
+            listen: "127.0.0.1:0".to_owned(),
+            upstream: "http://127.0.0.1:1".to_owned(),
+            slots: 1,
+            store_url: Secret("memory:".to_owned()),
+            admin_listen: Some(AdminListen::Off),
+        });
+        let listed = Arc::new(Listed::default());
+        let inner: Arc<dyn Link> = listed.clone();
+        let link = Metered { inner, metrics: Metrics::new(&config.unwrap()).store() };
+        let caller = |epoch| Caller { instance: Uuid::nil(), epoch, gap: 0, presence: 0 };
+        let (first, second, call) = (caller(1), caller(2), Call::default());
+        let (first, second) = (link.call(&first, &call), link.call(&second, &call));
+        assert!(second.await.is_err() && first.await.is_err());
+        assert_eq!(*listed.0.lock().unwrap(), [1, 2]);
+    }
+}
