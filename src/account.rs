@@ -324,8 +324,11 @@ impl Facts {
         self.method.as_ref().map(|method| plain(method.as_str().as_bytes(), longest))
     }
 
+    /// Without what may stand before it in a whole URL: passwords travel there.
     fn host(&self, longest: usize) -> Option<String> {
-        self.host.as_ref().map(|host| plain(host.as_bytes(), longest))
+        let host = self.host.as_ref()?.as_bytes();
+        let name = host.rsplit(|byte| *byte == b'@').next().unwrap_or_default();
+        Some(plain(name, longest))
     }
 
     /// Without the query: keys travel there.

@@ -280,6 +280,11 @@ impl Admission {
         limit: usize,
         slots: Option<u32>,
     ) -> Result<SetStatus, StoreError> {
+        // Or the order would be kept, and be in force when the store is back, whatever was said of it here.
+        if !self.leases.outlook().up {
+            let text = "nothing was changed, since there is no connection to it";
+            return Err(StoreError::Unavailable(text.to_owned()));
+        }
         if !self.leases.set_slots(self.limits[limit].limit, slots).await {
             let text = "the order may not have reached the store";
             return Err(StoreError::Unavailable(text.to_owned()));

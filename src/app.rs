@@ -287,7 +287,8 @@ pub fn main(
     on_runtime(threads, async {
         let app = App::bind(config, sockets).await?.with_log(log);
         let reloads = Reloads::of(source);
-        tracing::info!(listen = %app.addr(), admin = ?app.admin_addr(), "ready for requests");
+        let admin = app.admin_addr().map(tracing::field::display);
+        tracing::info!(listen = %app.addr(), admin, "ready for requests");
         systemd::tell(Progress::Ready);
         let cut = app.run(stop_signal(), Some(reloads)).await;
         tracing::info!(cut, "stopped");

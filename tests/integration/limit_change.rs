@@ -2,7 +2,9 @@
 
 use tokio::task::JoinHandle;
 
-use crate::harness::{Answer, Client, Proxy, Redis, Upstream, eventually, one_limit};
+use crate::harness::{
+    Answer, Client, Proxy, Redis, Relay, Upstream, eventually, one_limit, run_to_end,
+};
 
 #[tokio::test]
 async fn raising_takes_effect_when_the_old_instance_is_gone() {
@@ -51,6 +53,29 @@ async fn lowering_acts_at_once_and_cuts_nobody() {
     upstream.open(2);
     served(waiting).await;
     redis.wait_in_use("llm", 0).await;
+}
+
+#[tokio::test]
+async fn a_change_that_could_not_be_made_is_not_made_later() {
+    let (upstream, redis) = (Upstream::spawn().await, Redis::spawn().await);
+    let relay = Relay::to(redis.addr()).await;
+    let url = format!("redis://{}", relay.addr());
+    let proxy = Proxy::spawn(&one_limit(&upstream, 2).store_url(url)).await;
+    relay.shut();
+    eventually("it is known to be away", async || proxy.status().await["store"]["up"] == false)
+        .await;
+    let admin = format!("http://{}", proxy.admin());
+    let ended = run_to_end(&["limit", "llm", "--slots", "4", "--admin", &admin]).await;
+    let said = String::from_utf8_lossy(&ended.stderr);
+    assert!(!ended.status.success() && said.contains("nothing was changed"), "{said}");
+
+    relay.reopen();
+    eventually("it is back", async || proxy.status().await["store"]["up"] == true).await;
+    // A newer order would be behind an older one.
+    let ended = run_to_end(&["limit", "llm", "--slots", "3", "--admin", &admin]).await;
+    assert!(ended.status.success(), "{}", String::from_utf8_lossy(&ended.stderr));
+    let order: String = redis.cli(&["HGET", "sem:llm:meta", "override"]).await;
+    assert!(order.starts_with("1 3 "), "{order}");
 }
 
 fn get_many(proxy: &Proxy, requests: usize) -> Vec<JoinHandle<Answer>> {

@@ -162,7 +162,7 @@ async fn j80_hostile_bytes_stay_in_one_line() {
         b"/a?key=s3cret",
         format!("/{long}").leak().as_bytes(),
     ];
-    let hosts: [&[u8]; 4] = [b"a", b"a\"b", b"\xff\xfe", b"a\x1b[2J"];
+    let hosts: [&[u8]; 5] = [b"a", b"a\"b", b"\xff\xfe", b"a\x1b[2J", b"user:s3cret@a"];
     for path in paths {
         for host in hosts {
             let mut raw = Raw::connect(proxy.addr()).await;
