@@ -20,13 +20,13 @@ async fn the_slot_is_held_to_the_last_byte() {
     let head = upstream.read_head().await;
     assert!(head.starts_with("GET /x HTTP/1.1\r\n"), "{head}");
     assert!(head.contains("x-forwarded-for: 127.0.0.1\r\n"), "{head}");
-    upstream.write("HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\nab").await;
-    let head = client.read_to("ab").await;
+    upstream.write("HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\nAB").await;
+    let head = client.read_to("AB").await;
     assert!(head.contains("server-timing: queue;dur="), "{head}");
     assert!(!head.contains("tidegate-reason"), "{head}");
     assert!(!rig.is_free());
-    upstream.write("cd").await;
-    client.read_to("cd").await;
+    upstream.write("CD").await;
+    client.read_to("CD").await;
     rig.until_free().await;
 }
 
@@ -64,8 +64,8 @@ async fn a_client_that_leaves_closes_the_upstream_and_then_frees_the_slot() {
         upstream.read_head().await;
         if has_body_begun {
             upstream.write(CHUNKED).await;
-            upstream.write("2\r\nab\r\n").await;
-            client.read_to("ab\r\n").await;
+            upstream.write("2\r\nAB\r\n").await;
+            client.read_to("AB\r\n").await;
         }
         drop(client);
         upstream.read_to_close().await;
@@ -102,7 +102,7 @@ async fn unsent_bytes_do_not_hold_the_close_back() {
 #[tokio::test]
 async fn a_truncated_answer_never_ends_clean() {
     let counted = "HTTP/1.1 200 OK\r\nContent-Length: 10\r\n\r\n";
-    for (head, part) in [(CHUNKED, "2\r\nab\r\n"), (counted, "ab")] {
+    for (head, part) in [(CHUNKED, "2\r\nAB\r\n"), (counted, "AB")] {
         let rig = Rig::new().await;
         let mut client = rig.client(GET).await;
         let mut upstream = rig.accept().await;
@@ -135,8 +135,8 @@ async fn an_upstream_that_falls_silent_is_given_up() {
     let mut upstream = rig.accept().await;
     upstream.read_head().await;
     upstream.write(CHUNKED).await;
-    upstream.write("2\r\nab\r\n").await;
-    client.read_to("ab\r\n").await;
+    upstream.write("2\r\nAB\r\n").await;
+    client.read_to("AB\r\n").await;
     assert_eq!(client.read_to_close().await, "");
     upstream.read_to_close().await;
     rig.until_free().await;
@@ -177,9 +177,9 @@ async fn a_connection_that_closed_while_idle_costs_no_request() {
     let rig = Rig::new().await;
     let mut client = rig.client("").await;
     drop(rig.accept_after(&mut client, true).await);
-    client.write("POST /x HTTP/1.1\r\nHost: h\r\nContent-Length: 2\r\n\r\nab").await;
+    client.write("POST /x HTTP/1.1\r\nHost: h\r\nContent-Length: 2\r\n\r\nAB").await;
     let mut upstream = rig.accept().await;
-    upstream.read_to("\r\n\r\nab").await;
+    upstream.read_to("\r\n\r\nAB").await;
     upstream.write(OK).await;
     client.read_to("ok").await;
     rig.until_free().await;
@@ -229,12 +229,12 @@ async fn a_connection_that_nobody_needs_is_closed() {
 #[tokio::test]
 async fn a_small_body_is_read_before_a_slot_is_taken() {
     let rig = Rig::new().await;
-    let mut client = rig.client("POST / HTTP/1.1\r\nHost: h\r\nContent-Length: 4\r\n\r\nab").await;
+    let mut client = rig.client("POST / HTTP/1.1\r\nHost: h\r\nContent-Length: 4\r\n\r\nAB").await;
     tokio::time::sleep(SHORT).await;
     assert!(rig.is_free() && rig.is_unvisited());
-    client.write("cd").await;
+    client.write("CD").await;
     let mut upstream = rig.accept().await;
-    upstream.read_to("\r\n\r\nabcd").await;
+    upstream.read_to("\r\n\r\nABCD").await;
     assert!(!rig.is_free());
     upstream.write(OK).await;
     client.read_to("ok").await;
@@ -280,8 +280,8 @@ async fn finish_reads_the_answer_to_its_end_for_nobody() {
         upstream.read_head().await;
         if has_body_begun {
             upstream.write(CHUNKED).await;
-            upstream.write("2\r\nab\r\n").await;
-            client.read_to("ab\r\n").await;
+            upstream.write("2\r\nAB\r\n").await;
+            client.read_to("AB\r\n").await;
         }
         drop(client);
         tokio::time::sleep(SHORT).await;

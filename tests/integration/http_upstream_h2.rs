@@ -68,9 +68,9 @@ async fn c33_bodies_and_trailers_pass_both_ways() {
         assert_eq!(answer.body, body);
     }
     let mut raw = Raw::connect(proxy.addr()).await;
-    let chunks = "POST /echo HTTP/1.1\r\nhost: h\r\nte: trailers\r\nconnection: te\r\ntransfer-encoding: chunked\r\n\r\n3\r\nabc\r\n0\r\nx-sum: 3\r\n\r\n";
+    let chunks = "POST /echo HTTP/1.1\r\nhost: h\r\nte: trailers\r\nconnection: te\r\ntransfer-encoding: chunked\r\n\r\n3\r\nABC\r\n0\r\nx-sum: 3\r\n\r\n";
     raw.write(chunks).await.unwrap();
-    raw.read_until("abc").await;
+    raw.read_until("ABC").await;
     raw.read_until("0\r\n").await;
     assert_eq!(proxy.limit("llm").await["in_use"], 0);
 }
@@ -222,7 +222,7 @@ async fn g57_a_streamed_upload_is_not_sent_again() {
     let (upstream, proxy) = with(Settings::default(), 1).await;
     let mut raw = Raw::connect(proxy.addr()).await;
     let chunks =
-        "POST /refuse?c HTTP/1.1\r\nhost: h\r\ntransfer-encoding: chunked\r\n\r\n3\r\nabc\r\n";
+        "POST /refuse?c HTTP/1.1\r\nhost: h\r\ntransfer-encoding: chunked\r\n\r\n3\r\nABC\r\n";
     raw.write(chunks).await.unwrap();
     assert!(raw.head().await.contains("tidegate-reason: upstream_reset"));
     assert_eq!(upstream.total(), 1);

@@ -100,7 +100,8 @@ impl Wire {
         bounded(self.0.write_all(text.as_bytes())).await.unwrap();
     }
 
-    /// Reads until the text ends like this, and returns all of it.
+    /// Reads until the text ends like this, and returns all of it. An end must not look like hex
+    /// digits: a head carries a random id.
     pub(super) async fn read_to(&mut self, end: &str) -> String {
         let mut read = Vec::new();
         while !read.ends_with(end.as_bytes()) {
