@@ -311,6 +311,11 @@ impl Permit {
         Some(Stay { meters: Arc::clone(meters), weight: *weight })
     }
 
+    /// Whether somebody waits for slots, as far as is known here; of whichever limit.
+    pub fn is_awaited(&self) -> bool {
+        self.held.as_ref().is_some_and(|held| held.lease.is_awaited())
+    }
+
     /// When the slots were taken.
     pub fn taken(&self) -> Instant {
         self.taken

@@ -37,7 +37,7 @@ enum Kind {
 
 impl ResponseBody {
     pub(crate) fn streamed(owner: Owner, tee: Option<Tee>) -> Self {
-        match (owner.ends_with_its_head(), tee) {
+        match (owner.is_end_stream(), tee) {
             (true, tee) => {
                 tee.into_iter().for_each(Tee::finish);
                 Self::whole(Bytes::new())

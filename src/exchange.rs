@@ -91,6 +91,8 @@ struct State {
     pieces_seen: u32,
     waker: Option<Waker>,
     is_finishing: bool,
+    /// A piece of the answer that was read with the head.
+    early: Option<Frame<Bytes>>,
     given: Given,
 }
 
@@ -224,6 +226,31 @@ impl Exchange {
     }
 
     fn poll_frame(&self, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Broken>>> {
+        let early = self.lock().early.take();
+        if let Some(frame) = early { Poll::Ready(Some(Ok(frame))) } else { self.read_frame(cx) }
+    }
+
+    /// Reads what came along with the head. True if that was all, and somebody waits for the slot.
+    fn read_early(&self, cx: &mut Context<'_>) -> bool {
+        let mut state = self.lock();
+        let Phase::Body(held, body, _) = &state.phase else { return false };
+        let is_awaited = held.permit.is_awaited();
+        if body.is_end_stream() {
+            let phase = state.close(None);
+            drop(state);
+            self.complete(phase);
+            return is_awaited;
+        }
+        drop(state);
+        let read = self.read_frame(cx);
+        let mut state = self.lock();
+        if let Poll::Ready(Some(Ok(frame))) = read {
+            state.early = Some(frame);
+        }
+        is_awaited && matches!(state.phase, Phase::Over(None))
+    }
+
+    fn read_frame(&self, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Broken>>> {
         self.check_lease();
         let mut state = self.lock();
         state.remember(cx.waker());

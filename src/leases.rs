@@ -50,6 +50,8 @@ struct Desk {
     keeper: Mutex<Keeper>,
     /// Whether slots of any limit may be kept warm.
     is_warm: AtomicBool,
+    /// Whether anybody waits, as far as is known.
+    is_crowded: AtomicBool,
     cutter: Cutter,
     wake: Notify,
     idle: Notify,
@@ -172,6 +174,7 @@ impl Leases {
             is_warm: settings.is_warm().into(),
             keeper: Mutex::new(Keeper::new(settings, Instant::now())),
             inbox: Mutex::new(Vec::new()),
+            is_crowded: AtomicBool::new(false),
             cutter: Cutter::default(),
             wake: Notify::new(),
             idle: Notify::new(),
@@ -411,6 +414,7 @@ impl Desk {
     fn deliver(self: &Arc<Self>, mut keeper: MutexGuard<'_, Keeper>) {
         let answers = keeper.take_answers();
         let left = keeper.has_left();
+        self.is_crowded.store(keeper.is_crowded(), Relaxed);
         drop(keeper);
         for answer in answers {
             let Answer { id, to, outcome, shadow, fence, guard } = answer;
@@ -451,6 +455,11 @@ impl Lease {
     /// Tells until when the request may rely on its slots, if it is to be cut then.
     pub fn guard(&self) -> Option<&Guard> {
         self.guard.as_ref()
+    }
+
+    /// Whether somebody waits for slots of the store's, as far as is known here; of whichever limit.
+    pub fn is_awaited(&self) -> bool {
+        self.desk.is_crowded.load(Relaxed)
     }
 
     /// When the slots were taken, by this instance's clock.

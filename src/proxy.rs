@@ -556,6 +556,7 @@ impl Proxy {
             Ok(head) => {
                 let copies = self.copies.as_ref().zip(call.interest);
                 let tee = copies.and_then(|(all, interest)| all.answered(interest, &head, took));
+                owner.take_early().await;
                 Ok(deliver(head, owner, tee, queued, took))
             }
             Err(failure) => Err(Reply::from(failure.reason).after(took)),

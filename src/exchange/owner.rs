@@ -52,6 +52,7 @@ impl Owner {
                 pieces_seen: 0,
                 waker: None,
                 is_finishing: false,
+                early: None,
                 given: Given::default(),
             }),
         });
@@ -146,30 +147,40 @@ impl Owner {
         drop(phase);
     }
 
-    /// Gives everything back if the response has no body, and says whether it hasn't.
-    pub(crate) fn ends_with_its_head(&self) -> bool {
-        let mut state = self.0.lock();
-        match &state.phase {
-            Phase::Body(_, body, _) if body.is_end_stream() => {
-                let phase = state.close(None);
-                drop(state);
-                self.0.complete(phase);
-                true
+    /// Takes what came along with the head. If that is the whole answer the slot is given back here, and whoever waits for
+    /// it goes first: the slot is worth more than the moment that this answer goes on later.
+    pub(crate) async fn take_early(&self) {
+        let mut has_read = false;
+        poll_fn(|cx| {
+            if !has_read && self.0.read_early(cx) {
+                // Comes back behind the tasks that the release has woken.
+                has_read = true;
+                cx.waker().wake_by_ref();
+                return Poll::Pending;
             }
-            _ => false,
-        }
+            Poll::Ready(())
+        })
+        .await;
     }
 
     pub(crate) fn is_end_stream(&self) -> bool {
-        matches!(self.0.lock().phase, Phase::Over(None))
+        let state = self.0.lock();
+        matches!(state.phase, Phase::Over(None)) && state.early.is_none()
     }
 
     pub(crate) fn size_hint(&self) -> SizeHint {
-        match &self.0.lock().phase {
+        let state = self.0.lock();
+        let early = state.early.as_ref().and_then(Frame::data_ref).map_or(0, Bytes::len) as u64;
+        let mut hint = match &state.phase {
             Phase::Body(_, body, _) => body.size_hint(),
             Phase::Over(None) => SizeHint::with_exact(0),
-            _ => SizeHint::default(),
+            _ => return SizeHint::default(),
+        };
+        if let Some(upper) = hint.upper() {
+            hint.set_upper(upper + early);
         }
+        hint.set_lower(hint.lower() + early);
+        hint
     }
 
     /// Reads the answer to its end, for nobody.

@@ -317,6 +317,11 @@ impl Keeper {
         self.spare = messages;
     }
 
+    /// Whether anybody waits, here or, as of the last heartbeat, anywhere.
+    pub(super) fn is_crowded(&self) -> bool {
+        !self.deadlines.is_empty() || self.limits.iter().any(|limit| limit.seen.waiting > 0)
+    }
+
     pub(super) fn has_left(&self) -> bool {
         self.leaving == Leaving::Done
     }

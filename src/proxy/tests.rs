@@ -31,6 +31,24 @@ async fn the_slot_is_held_to_the_last_byte() {
 }
 
 #[tokio::test]
+async fn a_whole_answer_frees_the_slot_before_it_goes_on() {
+    let whole = "HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok";
+    let begun = "HTTP/1.1 200 OK\r\nContent-Length: 3\r\n\r\nok";
+    for (answer, rest) in [(whole, ""), (begun, "!")] {
+        let rig = Rig::new().await;
+        let mut client = rig.client(GET).await;
+        let mut upstream = rig.accept().await;
+        upstream.read_head().await;
+        upstream.write(answer).await;
+        client.read_to("ok").await;
+        assert_eq!(*rig.left.lock().unwrap(), [rest.is_empty()]);
+        upstream.write(rest).await;
+        client.read_to(rest).await;
+        rig.until_free().await;
+    }
+}
+
+#[tokio::test]
 async fn an_answer_without_a_body_frees_the_slot_with_its_head() {
     let head = "HEAD /x HTTP/1.1\r\nHost: h\r\n\r\n";
     for (request, answer) in [

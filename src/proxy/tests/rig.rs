@@ -2,23 +2,24 @@
 
 use std::{
     net::{Ipv4Addr, SocketAddr},
-    sync::Arc,
+    sync::{Arc, Mutex},
     time::Duration,
 };
 
+use bytes::Bytes;
 use futures_util::FutureExt;
-use http::HeaderMap;
+use http::{HeaderMap, Request, Response, StatusCode};
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
     net::{TcpListener, TcpStream},
 };
 
-use super::super::Proxy;
+use super::super::{Proxy, ResponseBody};
 use crate::{
     admission::{Admission, Arrival},
     config::{Classes, Config, Limit, Log, Route, Server, Store, StoreKind, StoreTls, WhenDown},
     metrics::Metrics,
-    server,
+    server::{self, ClientConn, Handler, RequestBody, TurnedAway},
     store::MemoryStore,
     upstream,
 };
@@ -27,6 +28,38 @@ pub(super) struct Rig {
     pub(super) front: SocketAddr,
     pub(super) upstream: TcpListener,
     pub(super) admission: Arc<Admission>,
+    pub(super) left: Left,
+}
+
+/// Whether a slot was free each time that an answer left the proxy, before anybody had read its body.
+pub(super) type Left = Arc<Mutex<Vec<bool>>>;
+
+struct Watched(Arc<Proxy>, Left);
+
+impl Handler for Watched {
+    type Body = ResponseBody;
+
+    async fn handle(
+        &self,
+        request: Request<RequestBody>,
+        conn: &Arc<ClientConn>,
+    ) -> Response<ResponseBody> {
+        let response = self.0.handle(request, conn).await;
+        self.1.lock().unwrap().push(is_free(&self.0.admission));
+        response
+    }
+
+    fn unreadable(&self, status: StatusCode, conn: &ClientConn) -> Response<Bytes> {
+        self.0.unreadable(status, conn)
+    }
+
+    fn turned_away(&self, why: TurnedAway) {
+        self.0.turned_away(why);
+    }
+}
+
+fn is_free(admission: &Admission) -> bool {
+    admission.admit(0, &arrival(&HeaderMap::new())).now_or_never().is_some()
 }
 
 /// One end of a connection. Every wait is bounded, so that a failure isn't a hang.
@@ -54,8 +87,10 @@ impl Rig {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let front = listener.local_addr().unwrap();
         let (_, settings) = tokio::sync::watch::channel(config.server);
-        tokio::spawn(server::serve(listener, proxy, settings, std::future::pending()));
-        Self { front, upstream, admission }
+        let left = Left::default();
+        let handler = Arc::new(Watched(proxy, Arc::clone(&left)));
+        tokio::spawn(server::serve(listener, handler, settings, std::future::pending()));
+        Self { front, upstream, admission, left }
     }
 
     pub(super) async fn client(&self, request: &str) -> Wire {
@@ -87,7 +122,7 @@ impl Rig {
     }
 
     pub(super) fn is_free(&self) -> bool {
-        self.admission.admit(0, &arrival(&HeaderMap::new())).now_or_never().is_some()
+        is_free(&self.admission)
     }
 
     pub(super) async fn until_free(&self) {
