@@ -43,6 +43,7 @@ on_both_stores! {
     a_grant_to_another_instance_is_pushed
     a_grant_to_a_deaf_instance_is_collected
     an_instance_that_only_says_it_listens_is_skipped
+    a_grant_is_pushed_once_whoever_else_is_deaf
     a_grant_that_nobody_confirms_ends
     a_late_release_frees_nothing
     an_older_connection_does_nothing
@@ -163,6 +164,34 @@ async fn an_instance_that_only_says_it_listens_is_skipped(rig: Rig) {
     // Its own heartbeat serves it.
     me.release(&asks[2]).await;
     assert_eq!(other.beat(&[&set]).await.granted, [asks[1].id]);
+}
+
+async fn a_grant_is_pushed_once_whoever_else_is_deaf(rig: Rig) {
+    let (set, me) = (Arc::new(set(2)), rig.instance().await);
+    let (mut other, mut deaf) = (rig.instance().await, rig.instance().await);
+    rig.subscribe(&mut other).await;
+    deaf.subscribed = true;
+    deaf.beat(&[]).await;
+    let held = [ask(&set), ask(&set)];
+    for ask in &held {
+        me.acquire(ask).await;
+    }
+    let first = ask(&set);
+    other.acquire(&first).await;
+    deaf.acquire(&ask(&set)).await;
+    // Both at once: the first waiter is told before it shows that the second doesn't hear.
+    let release = |ask: &Ask| Release { ask: ask.clone(), queued: true, refund: false };
+    let call = Call { releases: held.iter().map(release).collect(), ..Call::default() };
+    me.call(&call).await.unwrap();
+    // What is pushed later, of another set, comes later.
+    let another = Arc::new(SetSpec { key: "another".into(), ..SetSpec::clone(&set) });
+    let (holder, last) = (ask_as(&another, 1, 2), ask(&another));
+    me.acquire(&holder).await;
+    other.acquire(&last).await;
+    me.release(&holder).await;
+    other.hears(Event::Granted(last.id)).await;
+    assert_eq!(other.times_heard(Event::Granted(first.id)), 1);
+    assert_eq!(other.acquire_again(&first).await, Acquired::Granted);
 }
 
 async fn a_grant_that_nobody_confirms_ends(rig: Rig) {

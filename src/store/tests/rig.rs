@@ -294,6 +294,10 @@ impl Instance {
         panic!("{event:?} was never pushed");
     }
 
+    pub(super) fn times_heard(&self, event: Event) -> usize {
+        self.heard.lock().unwrap().iter().filter(|heard| **heard == event).count()
+    }
+
     pub(super) fn forget_what_was_heard(&self) {
         self.heard.lock().unwrap().clear();
     }
