@@ -1,6 +1,7 @@
 //! What a connection's task, its handlers and its bodies share.
 
 use std::{
+    future::poll_fn,
     net::SocketAddr,
     pin::Pin,
     sync::{
@@ -48,6 +49,8 @@ pub(super) struct Traffic {
     pub(super) write_blocked: AtomicBool,
     /// A head of HTTP/1 has begun and not ended.
     pub(super) in_head: AtomicBool,
+    /// Between two requests of HTTP/1, as far as its framing could be followed.
+    pub(super) is_between: AtomicBool,
     /// The first request, from 1, that named two lengths of its body; 0 if none did.
     pub(super) doubtful: AtomicU64,
     /// HTTP is over.
@@ -170,6 +173,15 @@ impl ClientConn {
             1 => Command::Drain,
             _ => Command::Cut,
         }
+    }
+
+    /// Waits for this command, or a stronger one. For the connection's task alone.
+    pub(super) async fn told(&self, command: Command) {
+        poll_fn(|cx| {
+            self.waker.register(cx.waker());
+            if self.command() >= command { Poll::Ready(()) } else { Poll::Pending }
+        })
+        .await;
     }
 
     /// Takes over a body that nobody reads, so that the connection's task reads it to its end.

@@ -25,7 +25,7 @@ use hyper::{
 use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
 use ipnet::IpNet;
 use tokio::{
-    io::{AsyncRead, AsyncWrite},
+    io::{AsyncRead, AsyncWrite, AsyncWriteExt},
     net::TcpStream,
     time::{self, Instant},
 };
@@ -206,28 +206,68 @@ impl<H: Handler> Server<H> {
             return;
         };
 
-        let watchdog = Watchdog::new(self.limits, prefix.since);
-        let words = (protocol == Protocol::Http1).then(|| Arc::clone(&self.words));
-        let io = TokioIo::new(Front::new(socket, prefix, Arc::clone(client), words));
         let serving =
             Arc::new(Serving { handler: Arc::clone(&self.handler), client: Arc::clone(client) });
-        let service = service_fn(move |request| Arc::clone(&serving).call(request));
-        match protocol {
-            Protocol::Http1 => {
-                let conn = self.http1.serve_connection(io, service).with_upgrades();
-                let ended = drive(conn, stream, client, watchdog).await;
-                if let Some(tunnel) = client.take_tunnel() {
-                    // A half that ends isn't the end here, so nothing but this is watched.
-                    until(client, Command::Cut, tunnel).await;
-                } else if ended == Ended::Unreadable {
-                    let _ = time::timeout(REST_TIME, read_away(stream)).await;
-                }
-            }
-            Protocol::Http2 => {
-                let conn = self.http2.serve_connection(io, service);
-                drive(conn, stream, client, watchdog).await;
+        let words = (protocol == Protocol::Http1).then(|| Arc::clone(&self.words));
+        let mut front = Front::new(socket, prefix, Arc::clone(client), words);
+        // Conversations are in boxes, or a connection that has none would have to hold room for one.
+        if protocol == Protocol::Http2 {
+            return Box::pin(self.converse_in_http2(front, stream, serving)).await;
+        }
+        loop {
+            let conversation = self.converse_in_http1(front, stream, Arc::clone(&serving));
+            let Some((idle, since)) = Box::pin(conversation).await else { return };
+            front = idle;
+            tracing::trace!(peer = %client.peer(), "idle: hyper's buffers are given up");
+            if !front.is_spoken_to(since + self.limits.keepalive).await {
+                let _ = time::timeout(CLOSING_TIME, front.shutdown()).await;
+                return;
             }
         }
+    }
+
+    async fn converse_in_http2<T>(
+        &self,
+        front: Front<T>,
+        stream: &Arc<TcpStream>,
+        serving: Arc<Serving<H>>,
+    ) where
+        T: AsyncRead + AsyncWrite + Send + Unpin + 'static,
+    {
+        let client = Arc::clone(&serving.client);
+        let watchdog = Watchdog::new(self.limits, front.since());
+        let service = service_fn(move |request| Arc::clone(&serving).call(request));
+        let mut conn = pin!(self.http2.serve_connection(TokioIo::new(front), service));
+        drive(conn.as_mut(), stream, &client, watchdog).await;
+    }
+
+    /// Until the connection closes, or is idle: then it is given back, and since when, so that hyper's buffers can go.
+    async fn converse_in_http1<T>(
+        &self,
+        front: Front<T>,
+        stream: &Arc<TcpStream>,
+        serving: Arc<Serving<H>>,
+    ) -> Option<(Front<T>, Instant)>
+    where
+        T: AsyncRead + AsyncWrite + Send + Unpin + 'static,
+    {
+        let client = Arc::clone(&serving.client);
+        let watchdog = Watchdog::new(self.limits, front.since());
+        let service = service_fn(move |request| Arc::clone(&serving).call(request));
+        let mut conn = self.http1.serve_connection(TokioIo::new(front), service).with_upgrades();
+        match drive(Pin::new(&mut conn), stream, &client, watchdog).await {
+            Ended::Idle(since) => return Some((conn.into_parts()?.io.into_inner(), since)),
+            Ended::Unreadable => {
+                let _ = time::timeout(REST_TIME, read_away(stream)).await;
+            }
+            Ended::Otherwise => {}
+        }
+        drop(conn);
+        if let Some(tunnel) = client.take_tunnel() {
+            // A half that ends isn't the end here, so nothing but this is watched.
+            until(&client, Command::Cut, tunnel).await;
+        }
+        None
     }
 }
 
@@ -280,6 +320,8 @@ async fn read_away(stream: &TcpStream) {
 enum Ended {
     /// A head couldn't be read, and was answered.
     Unreadable,
+    /// Not at all: it has been between two requests since then.
+    Idle(Instant),
     Otherwise,
 }
 
@@ -316,11 +358,15 @@ where
 
 /// Polls the connection and everything beside it in one task. Dropping the connection drops its
 /// handlers and bodies.
-async fn drive<C>(conn: C, stream: &TcpStream, client: &ClientConn, watchdog: Watchdog) -> Ended
+async fn drive<C>(
+    mut conn: Pin<&mut C>,
+    stream: &TcpStream,
+    client: &ClientConn,
+    watchdog: Watchdog,
+) -> Ended
 where
     C: Conversation,
 {
-    let mut conn = pin!(conn);
     let mut watchdog = pin!(watchdog);
     let mut gone = pin!(hangup::gone(stream));
     let mut closing = false;
@@ -341,6 +387,7 @@ where
         while let Poll::Ready(verdict) = watchdog.as_mut().poll(cx, client) {
             match verdict {
                 Verdict::Close => close = true,
+                Verdict::Rest(since) => return Poll::Ready(Ended::Idle(since)),
                 Verdict::Cut(reason) => {
                     tracing::debug!(peer = %client.peer(), reason, "connection cut");
                     return Poll::Ready(Ended::Otherwise);

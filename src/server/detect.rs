@@ -3,7 +3,7 @@
 use std::{
     future::poll_fn,
     pin::Pin,
-    task::{Poll, ready},
+    task::{Context, Poll, ready},
 };
 
 use tokio::{
@@ -20,7 +20,7 @@ pub(super) enum Protocol {
     Http2,
 }
 
-/// The bytes that were read to find out.
+/// The bytes that were read before hyper has the connection.
 #[derive(Debug)]
 pub(super) struct Prefix {
     bytes: [u8; PREFACE.len()],
@@ -30,34 +30,48 @@ pub(super) struct Prefix {
 }
 
 impl Prefix {
+    fn new() -> Self {
+        Self { bytes: [0; PREFACE.len()], len: 0, since: Instant::now() }
+    }
+
     pub(super) fn bytes(&self) -> &[u8] {
         &self.bytes[..self.len]
+    }
+
+    /// Reads what is there, as long as there is room; false if the client left.
+    fn poll_read<T: AsyncRead + Unpin>(&mut self, io: &mut T, cx: &mut Context<'_>) -> Poll<bool> {
+        let mut buf = ReadBuf::new(&mut self.bytes[self.len..]);
+        let read = ready!(Pin::new(io).poll_read(cx, &mut buf));
+        let size = buf.filled().len();
+        if self.len == 0 {
+            self.since = Instant::now();
+        }
+        self.len += size;
+        Poll::Ready(read.is_ok() && size > 0)
+    }
+
+    /// Reads the first bytes from a client that spoke before; none if it left.
+    pub(super) fn poll_first<T: AsyncRead + Unpin>(
+        io: &mut T,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<Self>> {
+        let mut prefix = Self::new();
+        prefix.poll_read(io, cx).map(|spoken| spoken.then_some(prefix))
     }
 }
 
 /// Reads until the protocol is known; `None` if the client leaves before.
 pub(super) async fn detect<T: AsyncRead + Unpin>(io: &mut T) -> Option<(Protocol, Prefix)> {
-    let mut bytes = [0; PREFACE.len()];
-    let mut len = 0;
-    let mut since = None;
-    let protocol = loop {
-        let read = poll_fn(|cx| {
-            let mut buf = ReadBuf::new(&mut bytes[len..]);
-            ready!(Pin::new(&mut *io).poll_read(cx, &mut buf))?;
-            Poll::Ready(std::io::Result::Ok(buf.filled().len()))
-        });
-        match read.await {
-            Ok(0) | Err(_) => return None,
-            Ok(n) => len += n,
+    let mut prefix = Prefix::new();
+    loop {
+        if !poll_fn(|cx| prefix.poll_read(io, cx)).await {
+            return None;
         }
-        since.get_or_insert_with(Instant::now);
-        if bytes[..len] != PREFACE[..len] {
-            break Protocol::Http1;
+        if prefix.bytes() != &PREFACE[..prefix.len] {
+            return Some((Protocol::Http1, prefix));
         }
-        if len == PREFACE.len() {
-            break Protocol::Http2;
+        if prefix.len == PREFACE.len() {
+            return Some((Protocol::Http2, prefix));
         }
-    };
-    let since = since?;
-    Some((protocol, Prefix { bytes, len, since }))
+    }
 }

@@ -66,6 +66,11 @@ impl Framing {
         self.place == Place::Head && (self.head.lines > 0 || !trimmed(self.kept()).is_empty())
     }
 
+    /// Whether a head may follow, and nothing of it has come but line ends.
+    pub(super) fn is_between(&self) -> bool {
+        self.place == Place::Head && !self.is_in_head()
+    }
+
     /// Whether what has begun is a request line without an end.
     pub(super) fn is_in_first_line(&self) -> bool {
         self.is_in_head() && self.head.lines == 0

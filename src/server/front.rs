@@ -5,6 +5,7 @@
 //! answer that hyper gives by itself to a head it can't read.
 
 use std::{
+    future::poll_fn,
     io::{self, IoSlice},
     pin::Pin,
     sync::{Arc, atomic::Ordering::Relaxed},
@@ -13,9 +14,17 @@ use std::{
 
 use bytes::{Buf, Bytes};
 use http::{Response, StatusCode};
-use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use tokio::{
+    io::{AsyncRead, AsyncWrite, ReadBuf},
+    task::yield_now,
+    time::{self, Instant},
+};
 
-use super::{client::ClientConn, detect::Prefix, framing::Framing};
+use super::{
+    client::{ClientConn, Command},
+    detect::Prefix,
+    framing::Framing,
+};
 
 /// What is said instead of hyper's answer of this status.
 pub(super) type Words = Arc<dyn Fn(StatusCode, &ClientConn) -> Response<Bytes> + Send + Sync>;
@@ -63,18 +72,45 @@ impl<T> Front<T> {
         Self { inner, prefix: Some(prefix), client, http1 }
     }
 
+    /// When the first byte came that hyper has yet to see.
+    pub(super) fn since(&self) -> Instant {
+        self.prefix.as_ref().map_or_else(Instant::now, |prefix| prefix.since)
+    }
+
     fn came(&mut self, bytes: &[u8]) {
         if self.client.traffic.is_tunnel.load(Relaxed) {
             self.http1 = None;
+            self.client.traffic.is_between.store(false, Relaxed);
         }
         let Some(http1) = &mut self.http1 else { return };
         let framing = &mut http1.framing;
         framing.follow(bytes);
         let traffic = &self.client.traffic;
         traffic.in_head.store(framing.is_in_head(), Relaxed);
+        traffic.is_between.store(framing.is_between(), Relaxed);
         if let Some(number) = framing.doubtful() {
             traffic.doubtful.store(number, Relaxed);
         }
+    }
+}
+
+impl<T: AsyncRead + Unpin> Front<T> {
+    /// Waits, while hyper doesn't have the connection, for the client to speak. False if it left, if it is too late, or
+    /// if the connection has to go.
+    pub(super) async fn is_spoken_to(&mut self, deadline: Instant) -> bool {
+        let Self { inner, client, .. } = self;
+        let told = async {
+            client.told(Command::Drain).await;
+            // What has come by then is still seen.
+            yield_now().await;
+        };
+        self.prefix = tokio::select! {
+            biased;
+            prefix = poll_fn(|cx| Prefix::poll_first(inner, cx)) => prefix,
+            () = told => None,
+            () = time::sleep_until(deadline) => None,
+        };
+        self.prefix.is_some()
     }
 }
 

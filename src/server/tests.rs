@@ -17,6 +17,7 @@ use super::*;
 mod announced;
 mod drain;
 mod hangup;
+mod idle;
 mod refusal;
 mod timeouts;
 
@@ -59,6 +60,8 @@ impl Handler for Scripted {
         conn: &Arc<ClientConn>,
     ) -> Response<Self::Body> {
         let path = request.uri().path().to_owned();
+        let length = request.headers().get(http::header::CONTENT_LENGTH).cloned();
+        let length = length.map(|length| length.to_str().unwrap().to_owned());
         let body = request.into_body();
         match path.as_str() {
             "/ok" => text(StatusCode::OK, "ok"),
@@ -66,6 +69,7 @@ impl Handler for Scripted {
                 let address = conn.address().to_str().unwrap();
                 text(StatusCode::OK, format!("{} at {address}", conn.peer()))
             }
+            "/length" => text(StatusCode::OK, format!("length {}", length.unwrap_or_default())),
             "/panic" => panic!("a handler's bug"),
             "/hang" => {
                 let _dropped = OnDrop(self.events.clone());

@@ -22,6 +22,8 @@ use crate::config;
 const PROGRESS: u64 = 1024;
 /// How long the rest of an unwanted body is read once the response ended.
 pub(super) const REST_TIME: Duration = Duration::from_secs(2);
+/// How long a connection must have been idle for hyper's buffers to be given up.
+const BRIEFLY: Duration = Duration::from_secs(2);
 /// How long a closing connection without requests may stay open.
 pub(super) const CLOSING_TIME: Duration = Duration::from_secs(1);
 
@@ -29,10 +31,11 @@ pub(super) const CLOSING_TIME: Duration = Duration::from_secs(1);
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Limits {
     pub(super) header: Duration,
-    keepalive: Duration,
+    pub(super) keepalive: Duration,
     stall: Duration,
     tick: Duration,
     slow: Duration,
+    brief: Duration,
 }
 
 /// Progress since some moment.
@@ -47,6 +50,8 @@ pub(super) struct Window {
 pub(super) enum Verdict {
     /// Close it when its requests are done.
     Close,
+    /// Take it from hyper until the client speaks again: it has been between two requests since then.
+    Rest(Instant),
     /// Drop it, for this reason.
     Cut(&'static str),
 }
@@ -82,6 +87,7 @@ impl Limits {
             stall: settings.stall_timeout,
             tick: quarter.clamp(Duration::from_millis(1), Duration::from_secs(1)),
             slow: (settings.keepalive_timeout / 4).max(Duration::from_millis(1)),
+            brief: (settings.keepalive_timeout / 4).clamp(Duration::from_millis(1), BRIEFLY),
         }
     }
 }
@@ -93,7 +99,7 @@ impl Watchdog {
         let now = Instant::now();
         let since = |since| Window { since, moved: 0 };
         Self {
-            sleep: time::sleep(limits.slow),
+            sleep: time::sleep(limits.brief),
             ticking: false,
             state: State {
                 limits,
@@ -128,7 +134,13 @@ impl Watchdog {
             let now = Instant::now();
             let verdict = this.state.check(now, on);
             *this.ticking = this.state.has_work(on);
-            let pause = if *this.ticking { this.state.limits.tick } else { this.state.limits.slow };
+            let limits = &this.state.limits;
+            let pause = match *this.ticking {
+                true => limits.tick,
+                // Who waits long is not looked at often.
+                false if on.in_flight() > 0 => limits.slow,
+                false => limits.brief,
+            };
             this.sleep.as_mut().reset(now + pause);
             if let Some(verdict) = verdict {
                 return Poll::Ready(verdict);
@@ -209,7 +221,14 @@ impl State {
         if busy || requests != self.idle.moved {
             self.idle = Window { since: now, moved: requests };
         }
-        (!self.closing && now - self.idle.since >= self.limits.keepalive).then_some(Verdict::Close)
+        let idle = now - self.idle.since;
+        if self.closing || idle < self.limits.brief {
+            return None;
+        }
+        if on.traffic.is_between.load(Relaxed) && on.bodies.open.load(Acquire) == 0 {
+            return Some(Verdict::Rest(self.idle.since));
+        }
+        (idle >= self.limits.keepalive).then_some(Verdict::Close)
     }
 
     /// An HTTP/2 client may leave the GOAWAY unanswered.
