@@ -19,6 +19,7 @@ use crate::{
     config::{Config, Limit, MOST_SLOTS, StoreKind, WhenDown},
     log::Log,
     metrics::Metrics,
+    registry::Registry,
     upstream::Upstream,
 };
 
@@ -28,12 +29,14 @@ mod holders;
 mod live;
 mod log;
 mod page;
+mod signs;
 mod status;
 #[cfg(test)]
 mod tests;
 
 use guard::{Denied, Guard};
 use live::{Events, Live, Seat};
+pub use signs::watch;
 
 /// What a write may send.
 const LONGEST_BODY: usize = 1024;
@@ -52,11 +55,14 @@ pub struct Admin {
     most_slots: Vec<u32>,
     /// Per limit, whether it has a key.
     keyed: Vec<bool>,
+    /// Per limit, the longest that a request may hold its slots.
+    max_hold: Vec<Option<Duration>>,
     rates: Vec<Arc<str>>,
     classes: Vec<Arc<str>>,
     admission: Arc<Admission>,
     metrics: Arc<Metrics>,
     upstreams: Vec<Arc<Upstream>>,
+    registry: Arc<Registry>,
     draining: watch::Receiver<bool>,
     guard: Guard,
     log: Arc<Log>,
@@ -104,7 +110,7 @@ impl Admin {
         config: &Config,
         admission: Arc<Admission>,
         metrics: Arc<Metrics>,
-        upstreams: Vec<Arc<Upstream>>,
+        (upstreams, registry): (Vec<Arc<Upstream>>, Arc<Registry>),
         draining: watch::Receiver<bool>,
         log: Arc<Log>,
     ) -> Arc<Self> {
@@ -118,6 +124,7 @@ impl Admin {
         let guard = Guard::new(config.admin.as_ref());
         Arc::new(Self {
             keyed: config.limits.iter().map(|limit| limit.key.is_some()).collect(),
+            max_hold: config.limits.iter().map(|limit| limit.max_hold).collect(),
             rates: config.rates.iter().map(|rate| Arc::clone(&rate.name)).collect(),
             classes: config.classes.order.clone(),
             instance,
@@ -132,6 +139,7 @@ impl Admin {
             admission,
             metrics,
             upstreams,
+            registry,
             draining,
             guard,
             log,
@@ -192,8 +200,7 @@ impl Admin {
             },
             _ => return not_allowed("GET, HEAD, PATCH"),
         };
-        let outlook = self.admission.outlook();
-        json_answer(StatusCode::OK, &self.limit_status(&outlook, index, status))
+        json_answer(StatusCode::OK, &self.limit_status(&self.known(), index, status))
     }
 
     /// The slots that a permitted write asks for; none for what the configuration says.

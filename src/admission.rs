@@ -79,6 +79,7 @@ struct Held {
 pub struct Stay {
     meters: Arc<[LimitMetrics]>,
     weight: u32,
+    since: Instant,
 }
 
 /// Why a request wasn't admitted. Nothing of it is kept anywhere.
@@ -258,17 +259,22 @@ impl Admission {
     pub async fn status(&self, limit: usize) -> Result<SetStatus, StoreError> {
         if self.limits[limit].keyed {
             // One set for each value: what this instance knows of those that it uses.
-            let seen = self.outlook().sets[limit].clone();
-            let waiting = vec![(0, 0); self.limits[limit].classes.len() - 1];
-            let waiting = [vec![(seen.waiting, 0)], waiting].concat();
-            return Ok(SetStatus {
-                slots: seen.slots,
-                used: seen.used,
-                waiting,
-                ..SetStatus::default()
-            });
+            return Ok(self.known(&self.outlook(), limit));
         }
         self.store.status(&self.limits[limit]).await
+    }
+
+    /// A limit as this instance has it without asking: slots as of the last heartbeat, holders and waiters its own.
+    pub fn known(&self, outlook: &Outlook, limit: usize) -> SetStatus {
+        let seen = &outlook.sets[limit];
+        let waiting = outlook.waiting[limit].iter();
+        SetStatus {
+            slots: seen.slots,
+            used: seen.used.max(outlook.local[limit]),
+            waiting: waiting.map(|(count, oldest)| (*count, oldest.as_millis() as i64)).collect(),
+            by_instance: std::iter::once((self.instance(), outlook.local[limit])).collect(),
+            ..SetStatus::default()
+        }
     }
 
     /// Changes how many slots a limit has, over the whole fleet; none goes back to what is configured.
@@ -308,7 +314,7 @@ impl Permit {
     pub fn stay(&self) -> Option<Stay> {
         let Held { meters, weight, .. } = self.held.as_ref()?;
         meters.iter().for_each(|meter| meter.opened(*weight));
-        Some(Stay { meters: Arc::clone(meters), weight: *weight })
+        Some(Stay { meters: Arc::clone(meters), weight: *weight, since: self.taken })
     }
 
     /// Whether somebody waits for slots, as far as is known here; of whichever limit.
@@ -347,6 +353,18 @@ impl Permit {
     /// The longest this request may keep its slots; the shortest of its limits.
     pub fn max_hold(&self) -> Option<Duration> {
         self.max_hold
+    }
+}
+
+impl Stay {
+    /// Since when it has its slots.
+    pub fn since(&self) -> Instant {
+        self.since
+    }
+
+    /// Of which limits.
+    pub fn limits(&self) -> impl Iterator<Item = &Arc<str>> {
+        self.meters.iter().map(LimitMetrics::name)
     }
 }
 

@@ -127,6 +127,10 @@ impl App {
     ) -> usize {
         let (draining, seen) = watch::channel(false);
         let mut running = Running::start(self.config, self.store, seen, self.log);
+        // Whoever runs several in one process has its own words for how they do.
+        if running.log.is_the_process() {
+            tokio::spawn(admin::watch(Arc::downgrade(&running.admin)));
+        }
         if let Some(listener) = self.admin {
             tokio::spawn(admin::serve(listener, Arc::clone(&running.admin)));
         }
@@ -187,7 +191,7 @@ impl Running {
         let admission = Admission::start(&config, store, Arc::clone(&metrics));
         let proxy =
             Proxy::new(&config, Arc::clone(&admission), Arc::clone(&metrics), Arc::clone(&log));
-        let upstreams = proxy.upstreams();
+        let requests_of = (proxy.upstreams(), proxy.registry());
         let proxy = Arc::new(ArcSwap::new(proxy));
         let requests = Arc::downgrade(&proxy);
         admission.cut_by(move |holder| {
@@ -197,7 +201,7 @@ impl Running {
             &config,
             Arc::clone(&admission),
             Arc::clone(&metrics),
-            upstreams,
+            requests_of,
             draining.clone(),
             Arc::clone(&log),
         );
@@ -245,7 +249,7 @@ impl Running {
             &config,
             Arc::clone(admission),
             Arc::clone(metrics),
-            proxy.upstreams(),
+            (proxy.upstreams(), proxy.registry()),
             self.draining.clone(),
             Arc::clone(log),
         ));

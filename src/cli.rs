@@ -173,8 +173,10 @@ pub struct AdminAt {
 #[derive(Args, Debug)]
 #[command(after_help = "\
 SLOTS, IN USE and WAITING are the whole fleet's. OLDEST is the longest wait, QUEUE how long the queue takes to empty, RATE how
-many requests ask this instance in a second, HOLD how long one has its slot, NEEDS the slots that takes by Little's law
-(RATE x HOLD), REFUSED what this instance refused since its start. Colours need a terminal, and no NO_COLOR.
+many requests ask this instance in a second, HOLD how long one has its slot, LONGEST how long one of this instance has had it by
+now, NEEDS the slots that takes by Little's law (RATE x HOLD), REFUSED what this instance refused since its start. Slots with a *
+were set by an operator. While the store is away SLOTS and IN USE are of the time when it was last heard of, which is said, and
+WAITING is this instance's. Colours need a terminal, and no NO_COLOR.
 
 Examples:
   tidegate status                   once
@@ -197,7 +199,7 @@ pub struct Status {
 /// `tidegate holders`
 #[derive(Args, Debug)]
 #[command(after_help = "\
-A holder is the id under which a request has its slots. With a key, KEY is the digest of its value. A plain client is a program
+A holder is the ID under which a request has its slots. With a key, KEY is the digest of its value. A plain client is a program
 that takes slots in Redis without Tidegate; its AGE counts from when it last renewed.
 
 Examples:

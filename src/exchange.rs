@@ -9,6 +9,7 @@
 //! - the client left and the upstream is to finish: a task reads on, and ends in one of the first two.
 
 use std::{
+    collections::HashMap,
     sync::{Arc, Mutex, MutexGuard, PoisonError},
     task::{Context, Poll, Waker, ready},
     time::Duration,
@@ -123,6 +124,17 @@ enum Phase {
 impl Exchange {
     pub(crate) fn holder(&self) -> Uuid {
         self.holder
+    }
+
+    /// Notes for how long it has held its limits' slots, where that is the longest so far.
+    pub(crate) fn note_hold(&self, now: Instant, longest: &mut HashMap<Arc<str>, Duration>) {
+        let state = self.lock();
+        let Some(stay) = &state.stay else { return };
+        let held = now.duration_since(stay.since());
+        for limit in stay.limits() {
+            let most = longest.entry(Arc::clone(limit)).or_default();
+            *most = held.max(*most);
+        }
     }
 
     /// Ends the exchange from outside.

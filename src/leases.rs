@@ -118,13 +118,17 @@ pub struct Outlook {
     pub started: bool,
     /// Whether any set is in recovery.
     pub recovering: bool,
+    /// How long ago the last heartbeat was answered, which `sets` and `instances` are of.
+    pub seen: Duration,
     /// The sets as of the last heartbeat, each at its place.
     pub sets: Vec<SetState>,
+    /// Who waits here and now, per set and class: how many, and for how long the oldest.
+    pub waiting: Vec<Vec<(u32, Duration)>>,
     /// Slots that this instance holds, per set.
     pub local: Vec<u32>,
     /// Requests a second that asked this instance for a slot, per limit.
     pub arrival_rate: Vec<f64>,
-    /// Every instance that the store has heard of lately, and how long ago, as of the last heartbeat.
+    /// Every instance that the store has heard of lately, and how long ago that is; this one, which is here.
     pub instances: Vec<(Uuid, Duration)>,
     /// How long an instance may be silent until it counts as gone.
     pub presence: Duration,
@@ -146,6 +150,12 @@ pub struct Standing {
 }
 
 impl Outlook {
+    /// The instances that were silent for too long when the store was last heard of. Later than that nobody can tell.
+    pub fn gone(&self) -> impl Iterator<Item = Uuid> {
+        let latest = self.presence + self.seen;
+        self.instances.iter().filter(move |(_, heard)| *heard > latest).map(|(id, _)| *id)
+    }
+
     /// Of these places only, in this order.
     #[must_use]
     pub fn of(self, places: &[usize]) -> Self {
@@ -155,6 +165,7 @@ impl Outlook {
         Self {
             shares: pick(&self.shares, places),
             sets: pick(&self.sets, places),
+            waiting: pick(&self.waiting, places),
             local: pick(&self.local, places),
             arrival_rate: pick(&self.arrival_rate, places),
             hold: pick(&self.hold, places),

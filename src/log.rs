@@ -90,6 +90,11 @@ impl Log {
         }
     }
 
+    /// Whether the process's own events are written as it says.
+    pub(crate) fn is_the_process(&self) -> bool {
+        self.process.is_some()
+    }
+
     /// Follows a configuration, unless it says what the last one said.
     pub fn adopt(&self, config: &config::Log) {
         let config = by_the_environment(config.clone());

@@ -342,6 +342,11 @@ impl Metrics {
 }
 
 impl LimitMetrics {
+    /// Whose they are.
+    pub fn name(&self) -> &Arc<str> {
+        &self.name
+    }
+
     /// A request got its slot after this wait.
     pub fn granted(&self, waited: Duration) {
         self.granted.inc();

@@ -228,6 +228,11 @@ impl Proxy {
         self.upstreams.clone()
     }
 
+    /// Every exchange of the process.
+    pub(crate) fn registry(&self) -> Arc<Registry> {
+        Arc::clone(&self.registry)
+    }
+
     /// Waits until what is to be told of requests has been told, but not longer than `patience` for each.
     pub async fn flush(&self, patience: Duration) {
         self.accounts.flush(patience).await;

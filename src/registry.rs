@@ -1,6 +1,7 @@
 //! Every exchange of the process, and the one task that cuts those that are overdue.
 
 use std::{
+    collections::HashMap,
     sync::{Arc, Mutex, MutexGuard, PoisonError, Weak},
     time::Duration,
 };
@@ -50,6 +51,19 @@ impl Registry {
             exchange.cut(reason);
             true
         })
+    }
+
+    /// For how long the longest request of each limit has had its slots; none where nobody is at the upstream.
+    pub(crate) fn longest_holds(&self, now: Instant) -> HashMap<Arc<str>, Duration> {
+        let mut longest = HashMap::new();
+        for shard in &self.shards {
+            // Nobody is looked at while a shard is locked.
+            let exchanges: Vec<_> = lock(shard).values().cloned().collect();
+            for exchange in exchanges {
+                exchange.note_hold(now, &mut longest);
+            }
+        }
+        longest
     }
 
     /// Cuts who is overdue; returns when to look again.

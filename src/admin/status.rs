@@ -1,6 +1,9 @@
 //! What `/status` tells: every limit, the store, the fleet. The keys are documented, and stay as they are.
 
+use std::{collections::HashMap, sync::Arc, time::Duration};
+
 use serde_json::{Map, Value, json};
+use tokio::time::Instant;
 
 use super::{Admin, endpoints};
 use crate::{
@@ -8,10 +11,22 @@ use crate::{
     store::{SetStatus, StoreError},
 };
 
+/// What this instance knows without asking the store.
+pub(super) struct Known {
+    pub(super) outlook: Outlook,
+    longest_holds: HashMap<Arc<str>, Duration>,
+}
+
 impl Admin {
+    pub(super) fn known(&self) -> Known {
+        let longest_holds = self.registry.longest_holds(Instant::now());
+        Known { outlook: self.admission.outlook(), longest_holds }
+    }
+
     /// Everything, as it is now where the store answers.
     pub(super) async fn status(&self) -> Value {
-        let outlook = self.admission.outlook();
+        let known = self.known();
+        let Known { outlook, .. } = &known;
         let mut limits = Map::new();
         let mut failed = None;
         for (index, name) in self.limits.iter().enumerate() {
@@ -23,11 +38,11 @@ impl Admin {
             if let Err(error) = &status {
                 failed.get_or_insert_with(|| error.clone());
             }
-            limits.insert(name.to_string(), self.limit_status(&outlook, index, status));
+            limits.insert(name.to_string(), self.limit_status(&known, index, status));
         }
         let rates = self.rates.iter();
         let rates = rates.map(|rate| (rate.to_string(), json!({ "refused": self.refused(rate) })));
-        let presence = outlook.presence;
+        let gone: Vec<_> = outlook.gone().collect();
         json!({
             "instance": self.instance.to_string(),
             "version": env!("CARGO_PKG_VERSION"),
@@ -45,8 +60,8 @@ impl Admin {
             })),
             "instances": outlook.instances.iter().map(|(instance, heard)| json!({
                 "id": instance.to_string(),
-                "heard_ms": heard.as_millis() as u64,
-                "gone": *heard > presence,
+                "heard_ms": ms(*heard),
+                "gone": gone.contains(instance),
             })).collect::<Vec<_>>(),
             "classes": self.classes.iter().map(|class| &**class).collect::<Vec<_>>(),
             "refused": self.refused(""),
@@ -56,25 +71,18 @@ impl Admin {
         })
     }
 
-    /// One limit: exact where the store answers, else as of the last heartbeat, with all waiters in the first class.
+    /// One limit: exact where the store answers, else as this instance knows it, which is told with its age.
     pub(super) fn limit_status(
         &self,
-        outlook: &Outlook,
+        Known { outlook, longest_holds }: &Known,
         index: usize,
         status: Result<SetStatus, StoreError>,
     ) -> Value {
-        let seen = &outlook.sets[index];
+        let name = &self.limits[index];
         let is_exact = status.is_ok() && !self.keyed[index];
-        let local = status.as_ref().map_or(outlook.local[index], |status| {
-            status.by_instance.get(&self.instance).copied().unwrap_or(0)
-        });
+        let status = status.unwrap_or_else(|_| self.admission.known(outlook, index));
+        let local = status.by_instance.get(&self.instance).copied().unwrap_or(0);
         let hold = outlook.hold[index].map(|hold| hold.as_secs_f64());
-        let status = status.unwrap_or_else(|_| SetStatus {
-            slots: seen.slots,
-            used: seen.used,
-            waiting: vec![(seen.waiting, 0)],
-            ..SetStatus::default()
-        });
         let waiting: u32 = status.waiting.iter().map(|(count, _)| count).sum();
         let by_class: Map<_, _> = self
             .classes
@@ -88,6 +96,7 @@ impl Admin {
         let oldest = status.waiting.iter().map(|(_, oldest)| *oldest).max();
         let queue_seconds =
             hold.map(|hold| f64::from(waiting) * hold / f64::from(status.slots.max(1)));
+        let order = outlook.sets[index].order.as_ref();
         json!({
             "slots": status.slots,
             "in_use": status.used,
@@ -99,10 +108,13 @@ impl Admin {
             "arrival_rate": arrival_rate,
             "needed_slots": hold.map(|hold| arrival_rate * hold),
             "hold_ms": hold.map(|hold| hold * 1000.0),
-            "overridden": seen.order.as_ref().is_some_and(|order| order.slots.is_some()),
+            "longest_hold_ms": longest_holds.get(name).copied().map(ms),
+            "max_hold_ms": self.max_hold[index].map(ms),
+            "overridden": order.is_some_and(|order| order.slots.is_some()),
             "keyed": self.keyed[index],
             "exact": is_exact,
-            "refused": self.refused(&self.limits[index]),
+            "stale_ms": if is_exact { 0 } else { ms(outlook.seen) },
+            "refused": self.refused(name),
             "holders_by_instance": by_instance.collect::<Map<_, _>>(),
         })
     }
@@ -112,4 +124,8 @@ impl Admin {
         let refused = self.metrics.refusals(name).into_iter();
         refused.map(|(reason, count)| (reason.to_owned(), json!(count))).collect()
     }
+}
+
+fn ms(duration: Duration) -> u64 {
+    duration.as_millis() as u64
 }

@@ -1,9 +1,6 @@
 //! What an instance answers, in words and tables. Nothing in it is trusted: a name may come from any instance or client.
 
-use std::{
-    fmt::Write,
-    io::{self, IsTerminal},
-};
+use std::io::{self, IsTerminal};
 
 use serde_json::Value;
 
@@ -19,6 +16,9 @@ enum Tone {
     Warn,
     Bad,
 }
+
+/// Stands behind slots that an operator set.
+const OVERRIDDEN: char = '*';
 
 /// One cell of a table.
 struct Cell(String, Tone);
@@ -48,8 +48,8 @@ impl Ink {
 /// One row for each limit of `/status`.
 pub fn table(status: &Value, ink: Ink) -> String {
     let titles = [
-        "LIMIT", "SLOTS", "IN USE", "WAITING", "OLDEST", "QUEUE", "RATE", "HOLD", "NEEDS",
-        "REFUSED",
+        "LIMIT", "SLOTS", "IN USE", "WAITING", "OLDEST", "QUEUE", "RATE", "HOLD", "LONGEST",
+        "NEEDS", "REFUSED",
     ];
     let limits = status["limits"].as_object().into_iter().flatten();
     let rows = limits.map(|(name, limit)| {
@@ -66,16 +66,22 @@ pub fn table(status: &Value, ink: Ink) -> String {
             Cell(figures.queue, waits),
             Cell(figures.rate, Tone::Plain),
             Cell(figures.hold, Tone::Plain),
+            Cell(figures.longest, if figures.is_slow { Tone::Warn } else { Tone::Plain }),
             Cell(figures.needed, Tone::Plain),
             Cell(figures.refused.to_string(), refuses),
         ]
     });
-    head(status, ink) + &laid_out(&titles, 1, rows.collect(), ink)
+    let table = head(status, ink) + &laid_out(&titles, 1, rows.collect(), ink);
+    let mut limits = status["limits"].as_object().into_iter().flatten();
+    match limits.any(|(_, limit)| limit["overridden"] == true) {
+        true => table + "* set by an operator, over what is configured\n",
+        false => table,
+    }
 }
 
 /// One row for each holder.
 pub fn holders(listed: &Value, ink: Ink) -> String {
-    let titles = ["AGE", "SLOTS", "CLASS", "ROUTE", "INSTANCE", "HOLDER", "KEY"];
+    let titles = ["AGE", "SLOTS", "CLASS", "ROUTE", "INSTANCE", "ID", "KEY"];
     let word = |value: &Value| Cell(value.as_str().map_or("-".to_owned(), escaped), Tone::Plain);
     let holders = listed["holders"].as_array().into_iter().flatten();
     let rows: Vec<Vec<Cell>> = holders
@@ -114,8 +120,14 @@ pub fn evicted(answer: &Value) -> &'static str {
 /// One limit in one line.
 pub fn line(name: &str, limit: &Value) -> String {
     let Figures { slots, in_use, waiting, oldest, hold, queue, .. } = Figures::of(limit);
+    let set = if limit["overridden"] == true { " (set by an operator)" } else { "" };
+    let slots = slots.trim_end_matches(OVERRIDDEN);
+    let stale = match limit["stale_ms"].as_f64().filter(|_| limit["keyed"] != true) {
+        Some(age) if age > 0.0 => format!(", stale: of {} ago", time(Some(age))),
+        _ => String::new(),
+    };
     format!(
-        "{name}: {slots} slots, {in_use} in use, {waiting} waiting, oldest {oldest}, hold {hold}, queue {queue}\n"
+        "{name}: {slots} slots{set}, {in_use} in use, {waiting} waiting, oldest {oldest}, hold {hold}, queue {queue}{stale}\n"
     )
 }
 
@@ -132,10 +144,20 @@ fn head(status: &Value, ink: Ink) -> String {
             head += &ink.paint(word, Tone::Warn);
         }
     }
-    let instances = status["instances"].as_array().into_iter().flatten();
-    let living = instances.filter(|instance| instance["gone"] != true).count();
+    let instances = status["instances"].as_array().map(Vec::as_slice).unwrap_or_default();
+    let gone = instances.iter().filter(|instance| instance["gone"] == true).count();
+    let living = instances.len() - gone;
     if living > 1 {
-        write!(head, ", {living} instances").expect("a String takes any text");
+        head += &format!(", {living} instances");
+    }
+    if gone > 0 {
+        head += &ink.paint(&format!(", {gone} gone"), Tone::Warn);
+    }
+    let limits = status["limits"].as_object().into_iter().flatten();
+    let ages = limits.filter(|_| !up).filter_map(|(_, limit)| limit["stale_ms"].as_f64());
+    if let Some(age) = ages.reduce(f64::max) {
+        let stale = format!("; what follows is stale, of {} ago", time(Some(age)));
+        head += &ink.paint(&stale, Tone::Bad);
     }
     head + "\n"
 }
@@ -200,6 +222,8 @@ struct Figures {
     queue: String,
     rate: String,
     hold: String,
+    longest: String,
+    is_slow: bool,
     needed: String,
     refused: u64,
 }
@@ -213,8 +237,12 @@ impl Figures {
         let waiting = sum("waiting");
         let oldest = limit["oldest_wait_ms"].as_f64().filter(|_| waiting > 0);
         let is_keyed = limit["keyed"] == true;
+        let longest = limit["longest_hold_ms"].as_f64();
         Self {
-            slots: plain(&limit["slots"]),
+            slots: match limit["overridden"] == true {
+                true => plain(&limit["slots"]) + &OVERRIDDEN.to_string(),
+                false => plain(&limit["slots"]),
+            },
             in_use: plain(&limit["in_use"]),
             is_full: !is_keyed && limit["in_use"].as_u64() >= limit["slots"].as_u64(),
             waiting,
@@ -224,6 +252,10 @@ impl Figures {
                 .as_f64()
                 .map_or("-".to_owned(), |rate| format!("{rate:.1}/s")),
             hold: time(limit["hold_ms"].as_f64()),
+            longest: time(longest),
+            is_slow: longest
+                .zip(limit["max_hold_ms"].as_f64())
+                .is_some_and(|(held, most)| held >= 0.8 * most),
             needed: limit["needed_slots"]
                 .as_f64()
                 .map_or("-".to_owned(), |slots| format!("{slots:.1}")),
@@ -242,6 +274,7 @@ mod tests {
         json!({
             "slots": 20, "in_use": 20, "waiting": { "critical": 1, "normal": 12 },
             "oldest_wait_ms": 1240, "hold_ms": 151.6, "queue_seconds": 0.0985, "arrival_rate": 140.25,
+            "longest_hold_ms": 1_500_000, "max_hold_ms": 1_800_000, "overridden": true, "stale_ms": 12_000,
             "needed_slots": 21.26, "refused": { "queue_full": 3, "queue_timeout": 4 },
         })
     }
@@ -249,7 +282,7 @@ mod tests {
     fn status() -> Value {
         let idle = json!({
             "slots": 5, "in_use": 0, "waiting": {}, "oldest_wait_ms": 0, "hold_ms": null,
-            "queue_seconds": null,
+            "queue_seconds": null, "longest_hold_ms": null, "stale_ms": 12_000,
         });
         json!({
             "instance": "i", "store": { "kind": "redis", "up": false }, "recovery": true,
@@ -261,10 +294,11 @@ mod tests {
     #[test]
     fn status_is_a_table() {
         let expected = "\
-instance i, store redis down, recovering, 2 instances
-LIMIT        SLOTS  IN USE  WAITING  OLDEST  QUEUE     RATE   HOLD  NEEDS  REFUSED
-a-long-name     20      20       13    1.2s   98ms  140.2/s  152ms   21.3        7
-db               5       0        0       -      -        -      -      -        0
+instance i, store redis down, recovering, 2 instances, 1 gone; what follows is stale, of 12.0s ago
+LIMIT        SLOTS  IN USE  WAITING  OLDEST  QUEUE     RATE   HOLD  LONGEST  NEEDS  REFUSED
+a-long-name    20*      20       13    1.2s   98ms  140.2/s  152ms    25min   21.3        7
+db               5       0        0       -      -        -      -        -      -        0
+* set by an operator, over what is configured
 ";
         assert_eq!(table(&status(), Ink::NONE), expected);
     }
@@ -282,8 +316,7 @@ db               5       0        0       -      -        -      -      -       
 
     #[test]
     fn a_limit_is_a_line() {
-        let expected =
-            "llm: 20 slots, 20 in use, 13 waiting, oldest 1.2s, hold 152ms, queue 98ms\n";
+        let expected = "llm: 20 slots (set by an operator), 20 in use, 13 waiting, oldest 1.2s, hold 152ms, queue 98ms, stale: of 12.0s ago\n";
         assert_eq!(line("llm", &busy()), expected);
     }
 

@@ -15,6 +15,7 @@ mod deployments;
 mod docs;
 mod fairness;
 mod fence;
+mod four_faults;
 mod global_limit;
 mod harness;
 mod hazards;

@@ -111,6 +111,7 @@ async fn what_the_gone_left_behind_is_freed_by_who_insists() {
     gone.kill9().await;
     let mut browser = Browser::at(&here).await;
     browser.sees("#instances", "gone").await;
+    browser.sees(VERDICT, "llm: 1 of the slots in use is of an instance that is gone").await;
     browser.click(&within_card("summary")).await;
     browser.click(&within_card("tbody button")).await;
     browser.click("#evict .do").await;
@@ -120,6 +121,21 @@ async fn what_the_gone_left_behind_is_freed_by_who_insists() {
     browser.click("#evict .do").await;
     browser.sees(&within_card(".count"), "0 of 2").await;
     redis.wait_in_use("llm", 0).await;
+    browser.finds_no_trouble().await;
+}
+
+#[tokio::test]
+async fn it_tells_that_an_upstream_hangs() {
+    let upstream = Upstream::spawn().await;
+    let proxy = Proxy::spawn(&one_limit(&upstream, 2).limit("max_hold = \"10s\"")).await;
+    let _silent = Raw::get(proxy.addr(), "/silent").await;
+    upstream.wait_current(1).await;
+    let mut browser = Browser::at(&proxy).await;
+    browser.sees(VERDICT, "llm: a request has held its slots for").await;
+    browser.sees("#verdict p:nth-child(2)", "Its upstream is slow, or hangs").await;
+    // Cut at the end of its time.
+    browser.sees(VERDICT, "All is well").await;
+    browser.sees(&within_card(".held"), "none").await;
     browser.finds_no_trouble().await;
 }
 
@@ -247,6 +263,8 @@ async fn it_fits_a_phone_and_the_dark_and_has_its_picture_taken() {
     redis.kill9().await;
     browser.sees(VERDICT, "The store is down.").await;
     browser.sees("#store", "redis, down").await;
+    browser.sees(&within_card(".changed"), "stale: of").await;
+    browser.sees(&within_card(".classes"), "critical 2 · normal 4 · background 1").await;
     browser.ask(json!({ "do": "top" })).await;
     browser.picture("store-down").await;
     browser.finds_no_trouble().await;

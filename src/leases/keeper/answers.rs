@@ -367,7 +367,26 @@ impl Keeper {
     fn heard_of(&self, now: Instant) -> Vec<(Uuid, Duration)> {
         let since = now.duration_since(self.seen_at);
         let age = |ms: i64| Duration::from_millis(ms.unsigned_abs()) + since;
-        self.heard_of.iter().map(|&(instance, ms)| (instance, age(ms))).collect()
+        let me = self.caller.instance;
+        let others = self.heard_of.iter().filter(|(instance, _)| *instance != me);
+        let others = others.map(|&(instance, ms)| (instance, age(ms)));
+        std::iter::once((me, Duration::ZERO)).chain(others).collect()
+    }
+
+    /// Who asks here and has no answer yet, at the limit where each waits.
+    fn waiting(&self, now: Instant) -> Vec<Vec<(u32, Duration)>> {
+        let limits = self.settings.limits.iter();
+        let mut waiting: Vec<Vec<_>> =
+            limits.map(|limit| vec![(0, Duration::ZERO); limit.set.classes.len()]).collect();
+        for entry in self.entries.values().filter(|entry| entry.answer.is_some()) {
+            let at = entry.held.min(entry.ask.wants.len() - 1);
+            let classes = &mut waiting[entry.ask.wants[at].set.limit];
+            if let Some((count, oldest)) = classes.get_mut(entry.ask.class) {
+                *count += 1;
+                *oldest = now.duration_since(entry.asked).max(*oldest);
+            }
+        }
+        waiting
     }
 
     pub(in crate::leases) fn outlook(&mut self, now: Instant) -> Outlook {
@@ -388,7 +407,9 @@ impl Keeper {
             readded: self.readded,
             started: self.started,
             recovering,
+            seen: now.duration_since(self.seen_at),
             sets: self.limits.iter().map(|limit| limit.seen.clone()).collect(),
+            waiting: self.waiting(now),
             arrival_rate: self.limits.iter().map(|limit| limit.arrival_rate).collect(),
             local: self.limits.iter().map(|limit| limit.local).collect(),
             instances: self.heard_of(now),

@@ -107,7 +107,7 @@ impl Keeper {
         self.out_of_contact(now);
         if failures >= FAILURES_TO_GIVE_UP && !self.down {
             self.down = true;
-            tracing::warn!(failures, "the store failed too often: nobody waits for it any more");
+            tracing::debug!(failures, "the store failed too often: nobody waits for it any more");
             self.begin_absence();
         }
     }
