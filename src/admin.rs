@@ -147,6 +147,9 @@ impl Admin {
     }
 
     async fn answer(&self, request: Request<Incoming>, seat: &Seat) -> Answer {
+        if let Err((status, why)) = self.guard.check_host(request.headers()) {
+            return denied(status, why);
+        }
         let path = request.uri().path();
         if let Some(below) = path.strip_prefix("/limits/") {
             let (name, below) = match below.split_once('/') {

@@ -387,6 +387,7 @@ limits:
     }
 
     const POLICIES: &str = r#"
+        server.trusted_proxies = ["10.0.0.0/8"]
         store.url = "redis://127.0.0.1"
         [limits.tenant]
         slots = 5
@@ -482,6 +483,14 @@ copies, for the steps with `stale`:
             report_of(&POLICIES.replacen(from, to, 1))
         };
         let cases = [
+            (
+                change("[\"10.0.0.0/8\"]", "[]"),
+                "route `/`: class is taken from header x-priority, which counts from trusted proxies only",
+            ),
+            (
+                change("[\"10.0.0.0/8\"]", "[]"),
+                "route `/key`: weight is taken from header x-weight, which counts from trusted proxies only",
+            ),
             (
                 change(
                     "endpoints = [\"http://127.0.0.1:3000\"]\n        limits = [\"wide\"]",

@@ -3,7 +3,7 @@
 use std::{
     io::{self, Write},
     net::SocketAddr,
-    path::PathBuf,
+    path::{Path, PathBuf},
     time::Duration,
 };
 
@@ -92,6 +92,18 @@ pub struct Completions {
     pub shell: Shell,
 }
 
+/// The configuration file, by the flag or by itself.
+#[derive(Args, Debug, Default)]
+pub struct ConfigAt {
+    /// Configuration file [default: proxy.toml]
+    #[arg(long, value_name = "FILE")]
+    config: Option<PathBuf>,
+
+    /// The same without the flag
+    #[arg(value_name = "FILE", conflicts_with = "config")]
+    file: Option<PathBuf>,
+}
+
 /// `tidegate run`
 #[derive(Args, Debug, Default)]
 #[command(after_help = "\
@@ -100,12 +112,11 @@ Examples:
   tidegate run --listen 0.0.0.0:8080 --upstream http://127.0.0.1:3000 --slots 20
   tidegate run --upstream https://api.example.com --slots 50 --store redis://127.0.0.1:6379 --admin-listen none")]
 pub struct Run {
-    /// Configuration file [default: proxy.toml]
-    #[arg(long, value_name = "FILE", conflicts_with_all = ["upstream", "slots", "listen", "store"])]
-    config: Option<PathBuf>,
+    #[command(flatten)]
+    config: ConfigAt,
 
     /// Runs without a file, in front of this http:// or https:// URL
-    #[arg(long, value_name = "URL", requires = "slots")]
+    #[arg(long, value_name = "URL", requires = "slots", conflicts_with_all = ["config", "file"])]
     upstream: Option<String>,
 
     /// Requests in flight, fleet-wide: 0 to 1000000
@@ -131,13 +142,18 @@ pub struct Run {
 
 /// `tidegate check`
 #[derive(Args, Debug)]
+#[command(after_help = "\
+Examples:
+  tidegate check                    proxy.toml
+  tidegate check /etc/tidegate/proxy.toml
+  tidegate check --keys")]
 pub struct Check {
-    /// Configuration file
-    #[arg(long, value_name = "FILE", default_value = DEFAULT_CONFIG)]
-    pub config: PathBuf,
+    /// Which file.
+    #[command(flatten)]
+    pub config: ConfigAt,
 
     /// Prints every key with its default and what it does, and checks nothing
-    #[arg(long, conflicts_with = "config")]
+    #[arg(long, conflicts_with_all = ["config", "file"])]
     pub keys: bool,
 }
 
@@ -316,22 +332,29 @@ impl Size {
     }
 }
 
+impl ConfigAt {
+    /// Returns the file to read.
+    pub fn path(&self) -> &Path {
+        self.config.as_deref().or(self.file.as_deref()).unwrap_or(Path::new(DEFAULT_CONFIG))
+    }
+}
+
 impl Run {
     /// Returns the file to read; none where flags stand for it.
     pub fn file(&self) -> Option<PathBuf> {
         match self.upstream {
             Some(_) => None,
-            None => Some(self.config.clone().unwrap_or(DEFAULT_CONFIG.into())),
+            None => Some(self.config.path().to_owned()),
         }
     }
 
     /// Reads and checks the configuration, of the file or of the flags.
     pub fn load(&self) -> Result<Config, ConfigError> {
-        let config = match (self.file(), &self.upstream, self.slots) {
-            (None, Some(upstream), Some(slots)) => {
+        let config = match (&self.upstream, self.slots) {
+            (Some(upstream), Some(slots)) => {
                 return Config::quick(self.quick(upstream, slots));
             }
-            (file, ..) => Config::load(&file.unwrap_or(DEFAULT_CONFIG.into()))?,
+            _ => Config::load(self.config.path())?,
         };
         match self.admin_listen {
             Some(admin_listen) => config.with_admin_listen(admin_listen),
@@ -443,6 +466,19 @@ mod tests {
     }
 
     #[test]
+    fn a_file_is_named_with_its_flag_or_without() {
+        assert_eq!(run(&["run", "--config", "a.toml"]).file(), Some("a.toml".into()));
+        assert_eq!(run(&["run", "a.toml"]).file(), Some("a.toml".into()));
+        for args in [&["check", "--config", "a.toml"][..], &["check", "a.toml"]] {
+            let args = ["tidegate"].iter().chain(args);
+            match command_of(Cli::try_parse_from(args).unwrap()) {
+                Command::Check(check) => assert_eq!(check.config.path(), Path::new("a.toml")),
+                other => panic!("{other:?}"),
+            }
+        }
+    }
+
+    #[test]
     fn flags_stand_for_a_file() {
         let run = run(&["run", "--upstream", "http://127.0.0.1:3000", "--slots", "7"]);
         assert_eq!(run.file(), None);
@@ -463,7 +499,11 @@ mod tests {
 
     #[test]
     fn wrong_usage_exits_with_2() {
-        let cases: [&[&str]; 19] = [
+        let cases: [&[&str]; 23] = [
+            &["run", "a", "--upstream", "http://a", "--slots", "1"],
+            &["run", "a", "--config", "a"],
+            &["check", "a", "b"],
+            &["check", "a", "--keys"],
             &["run", "--slots", "7"],
             &["run", "--upstream", "http://a"],
             &["run", "--config", "a", "--upstream", "http://a", "--slots", "1"],

@@ -12,9 +12,14 @@ use std::{
     time::Duration,
 };
 
-use tracing::Subscriber;
+use tracing::{Event, Subscriber};
 use tracing_subscriber::{
-    EnvFilter, Layer, layer::SubscriberExt, registry::LookupSpan, reload, util::SubscriberInitExt,
+    EnvFilter, Layer,
+    fmt::{FmtContext, FormatEvent, FormatFields, format::Writer},
+    layer::SubscriberExt,
+    registry::LookupSpan,
+    reload,
+    util::SubscriberInitExt,
 };
 
 use crate::config::{self, LogFormat};
@@ -200,5 +205,30 @@ where
     S: Subscriber + for<'span> LookupSpan<'span>,
 {
     let form = tracing_subscriber::fmt::layer().with_writer(io::stderr);
-    if is_json { form.json().flatten_event(true).boxed() } else { form.with_target(false).boxed() }
+    match is_json {
+        true => form.json().flatten_event(true).map_event_format(Timed).boxed(),
+        false => form.with_target(false).boxed(),
+    }
+}
+
+/// JSON whose `timestamp` is called `time`, as in the lines of requests.
+struct Timed<F>(F);
+
+impl<S, N, F> FormatEvent<S, N> for Timed<F>
+where
+    S: Subscriber + for<'span> LookupSpan<'span>,
+    N: for<'writer> FormatFields<'writer> + 'static,
+    F: FormatEvent<S, N>,
+{
+    fn format_event(
+        &self,
+        context: &FmtContext<'_, S, N>,
+        mut writer: Writer<'_>,
+        event: &Event<'_>,
+    ) -> fmt::Result {
+        let mut line = String::new();
+        self.0.format_event(context, Writer::new(&mut line), event)?;
+        // It comes first, so nothing that anybody said comes before it.
+        writer.write_str(&line.replacen("{\"timestamp\":", "{\"time\":", 1))
+    }
 }

@@ -38,7 +38,7 @@ fn main() -> ExitCode {
             with_config(source.load(), |config| app::main(config, source, sockets, threads, log))
         }
         Command::Check(options) if options.keys => write(keys::page().as_bytes()),
-        Command::Check(options) => with_config(Config::load(&options.config), |config| {
+        Command::Check(options) => with_config(Config::load(options.config.path()), |config| {
             print!("{}", check::report(&config));
             ExitCode::SUCCESS
         }),

@@ -1,6 +1,8 @@
-//! Who may change something: nobody's browser from another page, and off loopback only who has the token.
+//! Who may change something: nobody's browser from another page, and off loopback only who has the token. And who may look.
 
-use http::{HeaderMap, StatusCode, Uri, header};
+use std::net::IpAddr;
+
+use http::{HeaderMap, StatusCode, Uri, header, uri::Authority};
 
 use crate::config::{self, Secret};
 
@@ -20,6 +22,18 @@ impl Guard {
             token: admin.and_then(|admin| admin.token.clone()),
             on_loopback: admin.is_some_and(|admin| admin.listen.ip().to_canonical().is_loopback()),
         }
+    }
+
+    /// Decides on any request by its `Host`. Where no token protects a listener on loopback, its address does; so a name that
+    /// somebody else's DNS answers for must not lead a browser to it, whose pages would then be of the same origin.
+    pub(super) fn check_host(&self, headers: &HeaderMap) -> Result<(), Denied> {
+        if self.token.is_some() || !self.on_loopback {
+            return Ok(());
+        }
+        let mut hosts = headers.get_all(header::HOST).iter();
+        let is_ours = hosts.all(|host| host.to_str().is_ok_and(is_of_nobody_else));
+        let why = "without a token under [admin] this listener answers to IP addresses and localhost only, not to this Host\n";
+        if is_ours { Ok(()) } else { Err((StatusCode::MISDIRECTED_REQUEST, why)) }
     }
 
     /// Decides on a write by its head alone.
@@ -63,6 +77,16 @@ fn is_same_origin(headers: &HeaderMap) -> bool {
         (Some(authority), Some(host)) => authority.as_str().eq_ignore_ascii_case(host),
         _ => false,
     }
+}
+
+/// An address, or `localhost`, with or without a port. No DNS is asked for these.
+fn is_of_nobody_else(host: &str) -> bool {
+    let Ok(authority) = host.parse::<Authority>() else { return false };
+    let name = authority.host();
+    let address = name.strip_prefix('[').and_then(|name| name.strip_suffix(']')).unwrap_or(name);
+    address.parse::<IpAddr>().is_ok()
+        || name.eq_ignore_ascii_case("localhost")
+        || name.to_ascii_lowercase().ends_with(".localhost")
 }
 
 fn bearer(headers: &HeaderMap) -> Option<&str> {
@@ -143,6 +167,41 @@ mod tests {
             }
             assert_eq!(status(&guard, &[]), 401);
         }
+    }
+
+    #[test]
+    fn names_that_others_answer_for_do_not_lead_here() {
+        let check = |guard: &Guard, host: &str| {
+            let mut map = HeaderMap::new();
+            map.insert(header::HOST, host.parse().unwrap());
+            guard.check_host(&map).map_or_else(|(status, _)| status.as_u16(), |()| 200)
+        };
+        let open = guard("127.0.0.1:0", None);
+        let own =
+            ["127.0.0.1:9900", "10.1.2.3", "[::1]:9900", "[::1]", "LocalHost:1", "a.localhost"];
+        for host in own {
+            assert_eq!(check(&open, host), 200, "{host}");
+        }
+        let others = [
+            "evil.example:9900",
+            "evil.example",
+            "127.0.0.1.evil.example",
+            "localhost.evil.example",
+            "notlocalhost",
+            "localhost.",
+            "",
+            "2130706433",
+            "127.1",
+            "a b",
+            "evil@evil.example",
+        ];
+        for host in others {
+            assert_eq!(check(&open, host), 421, "{host}");
+            assert_eq!(check(&guard("127.0.0.1:0", Some("a")), host), 200, "{host}");
+            assert_eq!(check(&guard("0.0.0.0:0", None), host), 200, "{host}");
+        }
+        // HTTP/1.0, which no browser speaks.
+        assert!(open.check_host(&HeaderMap::new()).is_ok());
     }
 
     #[test]

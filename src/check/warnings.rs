@@ -1,6 +1,8 @@
 //! What looks wrong although it is valid.
 
-use crate::config::{ClassRule, Config, Limit, Route, Step, StoreKind, WhenDown};
+use http::HeaderName;
+
+use crate::config::{ClassRule, Config, Limit, Route, Step, StoreKind, WeightRule, WhenDown};
 
 /// Returns one sentence each.
 pub(super) fn warnings(config: &Config) -> Vec<String> {
@@ -21,7 +23,16 @@ pub(super) fn warnings(config: &Config) -> Vec<String> {
             upstream.name
         ));
     }
+    let nobody_is_trusted = config.server.trusted_proxies.is_empty();
     for route in &config.routes {
+        if nobody_is_trusted {
+            warnings.extend(headers_of(route).map(|(key, header)| {
+                format!(
+                    "route `{}`: {key} is taken from header {header}, which counts from trusted proxies only, and server.trusted_proxies is empty: it is removed and has no effect",
+                    route.name
+                )
+            }));
+        }
         for chain in chains(route, config) {
             outer_larger(route, &chain, &mut warnings);
             keyed_alone(route, &chain, &mut warnings);
@@ -31,6 +42,19 @@ pub(super) fn warnings(config: &Config) -> Vec<String> {
     warnings.extend(unlimited(config));
     warnings.extend(unused(config));
     warnings
+}
+
+/// The keys whose value a trusted hop says in a header.
+fn headers_of(route: &Route) -> impl Iterator<Item = (&'static str, &HeaderName)> {
+    let class = match &route.class {
+        ClassRule::Header { name, .. } => Some(("class", name)),
+        ClassRule::Fixed(_) | ClassRule::ByKey { .. } => None,
+    };
+    let weight = match &route.weight {
+        WeightRule::Header { name, .. } => Some(("weight", name)),
+        WeightRule::Fixed(_) | WeightRule::Bytes { .. } => None,
+    };
+    class.into_iter().chain(weight)
 }
 
 /// What one request of a route may take together: the route's limits, or those of a step of `on_full`.

@@ -15,8 +15,11 @@ async fn an_unknown_key_is_named_with_its_place_before_a_port_is_bound() {
     let (_dir, file) = config_file(&text);
     let file = file.to_str().unwrap();
 
-    for command in ["run", "check"] {
-        let output = run_to_end(&[command, "--config", file]).await;
+    let by_flag = ["run", "check"].map(|command| vec![command, "--config", file]);
+    let by_itself = ["run", "check"].map(|command| vec![command, file]);
+    for words in by_flag.into_iter().chain(by_itself) {
+        let output = run_to_end(&words).await;
+        let command = words.join(" ");
         let error = String::from_utf8(output.stderr).unwrap();
         assert_eq!(output.status.code(), Some(2), "{command}: {error}");
         assert!(error.contains(&format!("{file}:{line}:1")), "{command}: {error}");

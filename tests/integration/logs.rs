@@ -58,6 +58,12 @@ async fn a_request_has_its_line_when_it_has_ended() {
     let second = events.next().await.unwrap();
     assert!(events.next().await.is_none());
     let line = &wait_lines(&proxy, 1).await[0];
+    // One word for it, whoever writes.
+    for line in proxy.log().lines() {
+        let line: Value = serde_json::from_str(line).unwrap();
+        let time = line["time"].as_str().unwrap();
+        assert!(humantime::parse_rfc3339(time).is_ok() && line["timestamp"].is_null(), "{line}");
+    }
     let expected = json!({
         "client": "127.0.0.1", "method": "GET", "path": "/sse", "route": "/", "class": "normal",
         "limits": "llm", "refused_by": null, "status": 200, "reason": null, "end": "complete",

@@ -37,6 +37,7 @@ mod logs;
 mod packaging;
 mod page;
 mod rates;
+mod rebinding;
 mod refusal;
 mod reload;
 mod sdk;
