@@ -1,6 +1,12 @@
-//! What installs Tidegate elsewhere: the package is built and unpacked, units are verified, manifests are read.
+//! What installs Tidegate elsewhere: the package is built and installed into another root, units are verified, manifests are read.
 
-use std::{collections::BTreeSet, fs, os::unix::fs::PermissionsExt, path::Path};
+use std::{
+    collections::BTreeSet,
+    fs,
+    os::unix::fs::{MetadataExt, PermissionsExt},
+    path::{Path, PathBuf},
+    process::Stdio,
+};
 
 use serde::Deserialize;
 use serde_yaml_ng::Value;
@@ -27,15 +33,129 @@ async fn said(command: &mut Command) -> String {
     text
 }
 
-/// The package, built from the program under test, unpacked where it changes nothing.
+/// The package, built in a folder from the program under test.
+async fn packed(folder: &Path) -> PathBuf {
+    let mut build = Command::new("deploy/deb/build.sh");
+    build.env("LEVEL", "1").arg(env!("CARGO_BIN_EXE_tidegate")).arg(folder);
+    said(&mut build).await.trim().into()
+}
+
+/// The same, unpacked where it changes nothing.
 async fn unpacked() -> TempDir {
     let folder = TempDir::new().unwrap();
-    let mut build = Command::new("deploy/deb/build.sh");
-    let package =
-        said(build.env("LEVEL", "1").arg(env!("CARGO_BIN_EXE_tidegate")).arg(folder.path())).await;
+    let package = packed(folder.path()).await;
     let root = folder.path().join("root");
-    said(Command::new("dpkg-deb").args(["-R", package.trim()]).arg(&root)).await;
+    said(Command::new("dpkg-deb").arg("-R").arg(package).arg(&root)).await;
     folder
+}
+
+/// Another root, with a dpkg of its own.
+struct Machine(TempDir);
+
+impl Machine {
+    fn new() -> Self {
+        let root = TempDir::new().unwrap();
+        for folder in ["var/lib/dpkg/info", "var/lib/dpkg/updates", "bin"] {
+            fs::create_dir_all(root.path().join(folder)).unwrap();
+        }
+        fs::write(root.path().join("var/lib/dpkg/status"), "").unwrap();
+        // Nothing that is installed there may touch the services of this machine.
+        let systemctl = root.path().join("bin/systemctl");
+        fs::write(
+            &systemctl,
+            format!("#!/bin/sh\ntouch {}\n", root.path().join("called").display()),
+        )
+        .unwrap();
+        fs::set_permissions(&systemctl, fs::Permissions::from_mode(0o755)).unwrap();
+        Self(root)
+    }
+
+    fn at(&self, path: &str) -> PathBuf {
+        self.0.path().join(path)
+    }
+
+    /// What dpkg says. Its libc isn't there, nor a shell: scripts run out here, and are told of the root.
+    async fn dpkg(&self, words: &[&str]) -> String {
+        let is_root = fs::metadata("/proc/self").unwrap().uid() == 0;
+        let mut dpkg = Command::new(if is_root { "dpkg" } else { "fakeroot" });
+        if !is_root {
+            dpkg.args(["--", "dpkg"]);
+        }
+        let path = std::env::var("PATH").unwrap();
+        dpkg.env("PATH", format!("{}:{path}:/usr/sbin:/sbin", self.at("bin").display()))
+            .env("DEBIAN_FRONTEND", "noninteractive")
+            .stdin(Stdio::null())
+            .arg(format!("--root={}", self.0.path().display()))
+            .arg(format!("--log={}", self.at("log").display()))
+            .args(["--force-not-root", "--force-script-chrootless", "--force-depends"])
+            .args(words);
+        let told = said(&mut dpkg).await;
+        assert!(!self.at("called").exists(), "systemctl was called by dpkg {words:?}");
+        told
+    }
+
+    /// Every file that isn't dpkg's own.
+    fn files(&self) -> BTreeSet<String> {
+        let mut folders = vec![self.0.path().to_owned()];
+        let mut files = BTreeSet::new();
+        while let Some(folder) = folders.pop() {
+            for entry in fs::read_dir(folder).unwrap() {
+                let path = entry.unwrap().path();
+                let name = path.strip_prefix(self.0.path()).unwrap().to_str().unwrap().to_owned();
+                match path.is_dir() {
+                    true if name != "var" && name != "bin" => folders.push(path),
+                    false if name != "log" => _ = files.insert(name),
+                    _ => {}
+                }
+            }
+        }
+        files
+    }
+}
+
+#[tokio::test]
+async fn the_package_is_installed_updated_and_removed() {
+    let (machine, folder) = (Machine::new(), TempDir::new().unwrap());
+    let package = packed(folder.path()).await;
+    let package = package.to_str().unwrap();
+    machine.dpkg(&["--install", package]).await;
+    let state = async || machine.dpkg(&["--status", "tidegate"]).await;
+    assert!(state().await.contains("Status: install ok installed"));
+    let program = machine.at("usr/bin/tidegate");
+    let version = said(Command::new(&program).arg("--version")).await;
+    assert_eq!(version.trim(), concat!("tidegate ", env!("CARGO_PKG_VERSION")));
+    let config = machine.at("etc/tidegate/proxy.toml");
+    let check =
+        async || said(Command::new(&program).args(["check", "--config"]).arg(&config)).await;
+    assert!(check().await.contains("app"));
+
+    // What somebody changed stays, through the same version and through a newer one with another file.
+    let shipped = fs::read_to_string(&config).unwrap();
+    let mine = format!("{shipped}\n# mine\n");
+    fs::write(&config, &mine).unwrap();
+    machine.dpkg(&["--install", package]).await;
+    assert_eq!(fs::read_to_string(&config).unwrap(), mine);
+    let newer = folder.path().join("newer");
+    said(Command::new("dpkg-deb").args(["-R", package]).arg(&newer)).await;
+    let control = newer.join("DEBIAN/control");
+    let text = fs::read_to_string(&control).unwrap();
+    fs::write(&control, text.replace("\nVersion: ", "\nVersion: 1:")).unwrap();
+    fs::write(newer.join("etc/tidegate/proxy.toml"), format!("# newer\n{shipped}")).unwrap();
+    let newer_package = folder.path().join("newer.deb");
+    let mut pack = Command::new("dpkg-deb");
+    said(pack.args(["-Zgzip", "-z1", "-b"]).args([&newer, &newer_package])).await;
+    machine.dpkg(&["--force-confold", "--install", newer_package.to_str().unwrap()]).await;
+    assert!(state().await.contains("\nVersion: 1:"));
+    assert_eq!(fs::read_to_string(&config).unwrap(), mine);
+    assert!(fs::read_to_string(machine.at("etc/tidegate/proxy.toml.dpkg-dist")).is_ok());
+    assert!(check().await.contains("app"));
+
+    machine.dpkg(&["--remove", "tidegate"]).await;
+    let left = machine.files();
+    assert!(left.iter().all(|file| file.starts_with("etc/")), "{left:?}");
+    assert_eq!(fs::read_to_string(&config).unwrap(), mine);
+    machine.dpkg(&["--purge", "tidegate"]).await;
+    assert_eq!(machine.files(), BTreeSet::new());
 }
 
 #[tokio::test]
