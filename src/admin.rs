@@ -110,7 +110,8 @@ impl Admin {
         config: &Config,
         admission: Arc<Admission>,
         metrics: Arc<Metrics>,
-        (upstreams, registry): (Vec<Arc<Upstream>>, Arc<Registry>),
+        upstreams: Vec<Arc<Upstream>>,
+        registry: Arc<Registry>,
         draining: watch::Receiver<bool>,
         log: Arc<Log>,
     ) -> Arc<Self> {

@@ -191,7 +191,7 @@ impl Running {
         let admission = Admission::start(&config, store, Arc::clone(&metrics));
         let proxy =
             Proxy::new(&config, Arc::clone(&admission), Arc::clone(&metrics), Arc::clone(&log));
-        let requests_of = (proxy.upstreams(), proxy.registry());
+        let (upstreams, registry) = (proxy.upstreams(), proxy.registry());
         let proxy = Arc::new(ArcSwap::new(proxy));
         let requests = Arc::downgrade(&proxy);
         admission.cut_by(move |holder| {
@@ -201,7 +201,8 @@ impl Running {
             &config,
             Arc::clone(&admission),
             Arc::clone(&metrics),
-            requests_of,
+            upstreams,
+            registry,
             draining.clone(),
             Arc::clone(&log),
         );
@@ -249,7 +250,8 @@ impl Running {
             &config,
             Arc::clone(admission),
             Arc::clone(metrics),
-            (proxy.upstreams(), proxy.registry()),
+            proxy.upstreams(),
+            proxy.registry(),
             self.draining.clone(),
             Arc::clone(log),
         ));

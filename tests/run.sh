@@ -45,6 +45,11 @@ for balancer in haproxy nginx; do
 done
 PATH=$PATH:/usr/sbin
 
+# Without root the package is installed into a root of its own as if by it.
+if [ "$(id -u)" -ne 0 ] && command -v dpkg >/dev/null && ! command -v fakeroot >/dev/null; then
+    install fakeroot "any"
+fi
+
 # The one program out of Debian's package, which would start a server.
 if ! command -v promtool >/dev/null && ! [ -x target/promtool ]; then
     needs_apt promtool "any"

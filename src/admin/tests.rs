@@ -27,7 +27,7 @@ async fn start(token: Option<&str>) -> String {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let url = format!("http://{}", listener.local_addr().unwrap());
     let log = Arc::new(Log::apart());
-    let admin = Admin::new(&config, admission, metrics, Default::default(), draining, log);
+    let admin = Admin::new(&config, admission, metrics, Vec::new(), Arc::default(), draining, log);
     tokio::spawn(serve(listener, Arc::new(ArcSwap::new(admin))));
     url
 }
