@@ -28,7 +28,7 @@ const TOO_LONG: f64 = 0.8;
 struct Signs {
     limits: HashMap<Arc<str>, OfLimit>,
     /// Whether each is gone.
-    instances: HashMap<Uuid, bool>,
+    instances: HashMap<Uuid, Sign>,
 }
 
 #[derive(Debug, Default)]
@@ -76,23 +76,25 @@ impl Signs {
         // In recovery the others have yet to be heard of.
         if outlook.up && !outlook.recovering {
             let gone: Vec<_> = outlook.gone().collect();
-            let all = outlook.instances.iter().map(|(id, _)| (*id, gone.contains(id)));
-            self.instances(all.collect());
+            for (instance, _) in &outlook.instances {
+                self.gone(*instance, gone.contains(instance), outlook.presence, now);
+            }
+            self.instances.retain(|id, _| outlook.instances.iter().any(|(known, _)| known == id));
         }
     }
 
-    fn instances(&mut self, now: HashMap<Uuid, bool>) {
-        for (instance, is_gone) in &now {
-            match (self.instances.get(instance).copied().unwrap_or(false), is_gone) {
-                (false, true) => tracing::warn!(
-                    %instance,
-                    "an instance is gone without having left: its slots come back with the end of their leases"
-                ),
-                (true, false) => tracing::info!(%instance, "an instance that was gone is back"),
-                _ => {}
-            }
+    /// After a store that was away each is silent until its next heartbeat, so one that is gone stays so for as long again.
+    fn gone(&mut self, instance: Uuid, is_gone: bool, presence: Duration, now: Instant) {
+        let sign = self.instances.entry(instance).or_default();
+        let patience = if sign.said { Duration::ZERO } else { presence };
+        match sign.see(is_gone, patience, now) {
+            Some(true) => tracing::warn!(
+                %instance,
+                "an instance is gone without having left: its slots come back with the end of their leases"
+            ),
+            Some(false) => tracing::info!(%instance, "an instance that was gone is back"),
+            None => {}
         }
-        self.instances = now;
     }
 }
 

@@ -21,7 +21,7 @@ async fn holders(proxy: &Proxy) -> Vec<Value> {
 async fn evict(proxy: &Proxy, id: &str) -> (u16, String) {
     let mut raw = Raw::connect(proxy.admin()).await;
     let head = format!(
-        "DELETE /limits/llm/holders/{id} HTTP/1.1\r\nhost: test\r\ncontent-type: application/json\r\n\r\n"
+        "DELETE /limits/llm/holders/{id} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n\r\n"
     );
     raw.write(head).await.unwrap();
     let answer = String::from_utf8(raw.answer().await.unwrap()).unwrap();
@@ -152,7 +152,7 @@ async fn an_eviction_must_come_from_an_operator() {
     assert_eq!(answer.unwrap().status, 415);
     assert_eq!(upstream.current(), 1);
     let elsewhere = format!(
-        "DELETE {path} HTTP/1.1\r\nhost: test\r\norigin: http://evil\r\ncontent-type: application/json\r\n\r\n"
+        "DELETE {path} HTTP/1.1\r\nhost: localhost\r\norigin: http://evil\r\ncontent-type: application/json\r\n\r\n"
     );
     let mut raw = Raw::connect(proxy.admin()).await;
     raw.write(elsewhere).await.unwrap();
