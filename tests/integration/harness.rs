@@ -7,6 +7,7 @@ use std::{
     time::Duration,
 };
 
+mod carrier;
 mod client;
 mod collector;
 mod h2_upstream;
@@ -17,6 +18,7 @@ mod replicated;
 mod self_test;
 mod upstream;
 
+pub(crate) use carrier::{Carrier, Shown, certificate, pieces, shake, trailers, whole};
 pub(crate) use client::{Answer, Client, H2, Raw, get};
 pub(crate) use collector::{Collector, attribute};
 pub(crate) use h2_upstream::{First, H2Upstream, Settings};

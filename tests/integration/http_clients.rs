@@ -1,7 +1,13 @@
 //! Slow, silent and early: clients that stall, and answers that come before the request ends. Names follow `docs/http.md`.
 
+use std::sync::{
+    Arc,
+    atomic::{AtomicUsize, Ordering},
+};
+
 use bytes::Bytes;
-use http::Request;
+use http::{Method, Request};
+use http_body::Frame;
 use http_body_util::Full;
 use hyper::client::conn::http2;
 use hyper_util::rt::{TokioExecutor, TokioIo};
@@ -12,7 +18,10 @@ use tokio::{
     process::Command,
 };
 
-use crate::harness::{Client, Collector, Proxy, Raw, Upstream, eventually, get, one_limit, within};
+use crate::harness::{
+    Answer, Carrier, Client, Collector, Proxy, Raw, Upstream, eventually, get, one_limit, pieces,
+    unused_addr, whole, within,
+};
 
 #[tokio::test]
 async fn h64_a_head_begun_behind_another_request_has_its_deadline() {
@@ -26,6 +35,122 @@ async fn h64_a_head_begun_behind_another_request_has_its_deadline() {
     let answer = client.read_to_end().await.unwrap_or_default();
     assert_eq!(String::from_utf8_lossy(&answer).matches("HTTP/1.1").count(), 1);
     assert_eq!(upstream.total(), 1);
+}
+
+#[tokio::test]
+async fn e43_whoever_leaves_behind_an_upload_that_nobody_takes_is_found_out() {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let url = format!("http://{}", listener.local_addr().unwrap());
+    let upstream = Upstream::spawn().await;
+    for carrier in Carrier::ALL {
+        let conf = one_limit(&upstream, 1).endpoint(url.clone());
+        let proxy = carrier.spawn(conf.upstream("response_timeout = \"3s\"")).await;
+        let mut client = carrier.call(&proxy).await;
+        let sent = Arc::new(AtomicUsize::new(0));
+        let counted = Arc::clone(&sent);
+        let flood = std::iter::repeat_with(move || {
+            counted.fetch_add(1, Ordering::Relaxed);
+            Frame::data(Bytes::from_static(&[b'x'; 64 * 1024]))
+        });
+        let full = async {
+            let (mut stream, _) = within("a connection", listener.accept()).await.unwrap();
+            // The head, and then nothing of the body.
+            stream.read_buf(&mut Vec::with_capacity(256)).await.unwrap();
+            let (mut before, mut same) = (0, 0);
+            eventually("everything on the way is full", async || {
+                let now = sent.load(Ordering::Relaxed);
+                same = if now == before { same + 1 } else { 0 };
+                before = now;
+                same == 10
+            })
+            .await;
+            stream
+        };
+        let mut stream = tokio::select! {
+            _ = client.open(Method::POST, "/", &[], pieces(flood, true)) => panic!("an answer"),
+            stream = full => stream,
+        };
+        assert_eq!(proxy.limit("llm").await["in_use"], 1, "{carrier:?}");
+        drop(client);
+        eventually("the slot is back", async || proxy.limit("llm").await["in_use"] == 0).await;
+        let mut rest = Vec::new();
+        let end = within("the upstream's connection ends", stream.read_to_end(&mut rest)).await;
+        end.expect_err("a reset, which no unsent byte holds back");
+    }
+}
+
+#[tokio::test]
+async fn e44_a_client_that_reads_nothing_is_cut() {
+    let upstream = Upstream::spawn().await;
+    for carrier in Carrier::ALL {
+        let conf = one_limit(&upstream, 1).server("stall_timeout = \"1s\"");
+        let proxy = carrier.spawn(conf).await;
+        let mut client = carrier.call(&proxy).await;
+        let unread = client.open(Method::GET, "/big?bytes=50000000", &[], whole("")).await;
+        assert_eq!(unread.status(), 200);
+        upstream.wait_current(0).await;
+        eventually("the slot is back", async || proxy.limit("llm").await["in_use"] == 0).await;
+        Answer::whole(unread).await.expect_err("an answer that is cut");
+    }
+}
+
+#[tokio::test]
+async fn e46_however_a_request_ends_its_slot_is_back_once() {
+    let upstream = Upstream::spawn().await;
+    let nowhere = format!(
+        "\n[[routes]]\npath = \"/nowhere\"\nupstream = \"nowhere\"\n\
+         [upstreams.nowhere]\nlimits = [\"llm\"]\nendpoints = [\"http://{}\"]",
+        unused_addr()
+    );
+    for carrier in Carrier::ALL {
+        let lines = "response_timeout = \"1s\"\nidle_timeout = \"1s\"\nlinger = \"0s\"";
+        let conf = one_limit(&upstream, 1).upstream(lines).route(nowhere.clone());
+        let proxy = carrier.spawn(conf).await;
+        let mut client = carrier.call(&proxy).await;
+        for (path, status) in [
+            ("/status/200", Some(200)),
+            ("/status/204", Some(204)),
+            ("/sse?events=3", Some(200)),
+            ("/trailers", Some(200)),
+            ("/status/503", Some(503)),
+            ("/reset", Some(502)),
+            ("/silent", Some(504)),
+            ("/nowhere", Some(502)),
+            ("/trunc", None),
+            ("/say?bytes=100000&cut=1", None),
+            ("/sse?events=1&gate=1", None),
+        ] {
+            let answer = client.try_get(path, &[]).await.ok();
+            assert_eq!(answer.map(|answer| answer.status), status, "{carrier:?}: {path}");
+            eventually("the slot is back", async || proxy.limit("llm").await["in_use"] == 0).await;
+            // Over HTTP/2 no stream takes the others with it.
+            if status.is_none() && !carrier.is_http2() {
+                client = carrier.call(&proxy).await;
+            }
+        }
+        upstream.wait_current(0).await;
+        assert_eq!((upstream.take_highest(), proxy.metric("tidegate_overshoot").await), (1, 0.0));
+    }
+}
+
+#[tokio::test]
+async fn h65_a_body_that_does_not_come_ends_with_408_and_keeps_no_slot() {
+    let upstream = Upstream::spawn().await;
+    for carrier in Carrier::ALL {
+        let conf = one_limit(&upstream, 1).server("stall_timeout = \"1s\"");
+        let proxy = carrier.spawn(conf).await;
+        // One that is read before it may have a slot, and one that is streamed.
+        for (fields, takes_slot) in [(&[("content-length", "9")][..], false), (&[], true)] {
+            let before = upstream.total();
+            let mut client = carrier.call(&proxy).await;
+            let body = pieces([Frame::data("one".into())], false);
+            let answer = client.ask(Method::POST, "/echo", fields, body).await;
+            assert_eq!((answer.status, answer.header("tidegate-reason")), (408, "client_timeout"));
+            assert_eq!(upstream.total() - before, usize::from(takes_slot), "{carrier:?}");
+            eventually("no slot is taken", async || proxy.limit("llm").await["in_use"] == 0).await;
+            upstream.wait_current(0).await;
+        }
+    }
 }
 
 #[tokio::test]
@@ -118,18 +243,20 @@ const SECRETS: [&str; 7] = [
 
 #[tokio::test]
 async fn j81_no_secret_is_logged_or_told() {
-    let upstream = Upstream::spawn().await;
+    for carrier in Carrier::ALL {
+        no_secret_is_told(carrier, &Upstream::spawn().await).await;
+    }
+}
+
+async fn no_secret_is_told(carrier: Carrier, upstream: &Upstream) {
     let collector = Collector::spawn().await;
     let told = format!(
         "[log]\nrequests = true\n[traces]\nendpoint = \"{}\"\nheaders = {{ x-api-key = \"{}\" }}\n",
         collector.url(),
         SECRETS[6]
     );
-    let proxy = Proxy::spawn_with(
-        &one_limit(&upstream, 1).queue("0").route(told),
-        &[("RUST_LOG", "tidegate=trace,info")],
-    )
-    .await;
+    let conf = carrier.front(one_limit(upstream, 1).queue("0").route(told));
+    let proxy = Proxy::spawn_with(&conf, &[("RUST_LOG", "tidegate=trace,info")]).await;
     let fields = [
         ("authorization", SECRETS[0]),
         ("x-api-key", SECRETS[1]),
@@ -137,21 +264,22 @@ async fn j81_no_secret_is_logged_or_told() {
         ("cookie", SECRETS[3]),
         ("api-key", SECRETS[5]),
     ];
-    let client = Client::new();
-    let ask = async |path: &str| {
+    let mut client = carrier.call(&proxy).await;
+    let mut ask = async |path: &str| {
         let path = format!("{path}?key={}", SECRETS[4]);
-        client.get_with(proxy.addr(), &path, &fields).await
+        client.get(&path, &fields).await
     };
     let mut bodies = vec![ask("/reset").await, ask("/%2e%2e/x").await];
     eventually("the slot is back", async || proxy.limit("llm").await["in_use"] == 0).await;
-    let _holder = Raw::get(proxy.addr(), "/silent").await;
+    let mut other = carrier.call(&proxy).await;
+    let _holder = tokio::spawn(async move { other.get("/silent", &[]).await });
     upstream.wait_current(1).await;
     bodies.push(ask("/echo").await);
     for answer in &bodies {
         let text = format!("{:?} {}", answer.headers, String::from_utf8_lossy(&answer.body));
         assert!(!SECRETS.iter().any(|secret| text.contains(secret)), "{text}");
     }
-    let metrics = client.get(proxy.admin(), "/metrics").await;
+    let metrics = Client::new().get(proxy.admin(), "/metrics").await;
     // Two that were admitted or tried to, one that was refused as it is, and one that was refused full.
     collector.wait_spans(6).await;
     eventually("each has its line", async || proxy.log().matches("\"end\":").count() >= 3).await;
@@ -167,10 +295,19 @@ async fn j81_no_secret_is_logged_or_told() {
 #[tokio::test]
 async fn j78_operators_paths_are_the_upstreams_on_the_public_port() {
     let upstream = Upstream::spawn().await;
-    let proxy = Proxy::spawn(&one_limit(&upstream, 1)).await;
-    for path in ["/metrics", "/status", "/readyz", "/limits/llm"] {
-        let answer = Client::new().get(proxy.addr(), path).await;
-        assert_eq!((answer.status, answer.header("tidegate-reason")), (404, ""), "{path}");
+    for carrier in Carrier::ALL {
+        let proxy = carrier.spawn(one_limit(&upstream, 1)).await;
+        let before = upstream.total();
+        let mut client = carrier.call(&proxy).await;
+        for path in ["/metrics", "/status", "/readyz", "/limits/llm"] {
+            // Whatever host is asked for: the operators' too.
+            for host in ["a", &proxy.admin().to_string()] {
+                let request = client.request(Method::GET, host, path).body(whole("")).unwrap();
+                let answer = client.send(request).await.unwrap();
+                assert_eq!(answer.status(), 404, "{carrier:?}: {path}");
+                assert!(!answer.headers().contains_key("tidegate-reason"), "{path}");
+            }
+        }
+        assert_eq!(upstream.total() - before, 8);
     }
-    assert_eq!(upstream.total(), 4);
 }

@@ -1,6 +1,7 @@
 //! Which fields cross, who the client is, and what gRPC clients are told. Names follow `docs/http.md`.
 
 use http::Method;
+use http_body::Frame;
 use http_body_util::BodyExt;
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
@@ -8,13 +9,14 @@ use tokio::{
 };
 
 use crate::harness::{
-    Client, Conf, H2, Proxy, Raw, Upstream, eventually, one_limit, unused_addr, within,
+    Carrier, Conf, H2, Proxy, Raw, Upstream, eventually, one_limit, pieces, trailers, unused_addr,
+    within,
 };
 
 /// The lines of the head that the upstream gets for these.
-async fn passed(conf: &Conf, fields: &str) -> Vec<String> {
-    let proxy = Proxy::spawn(conf).await;
-    let mut client = Raw::connect(proxy.addr()).await;
+async fn passed(carrier: Carrier, conf: Conf, fields: &str) -> Vec<String> {
+    let proxy = carrier.spawn(conf).await;
+    let mut client = carrier.raw(&proxy).await;
     let request = format!("GET /headers HTTP/1.1\r\nhost: a\r\nconnection: close\r\n{fields}\r\n");
     client.write(request).await.unwrap();
     let answer = String::from_utf8(client.read_to_end().await.unwrap()).unwrap();
@@ -31,39 +33,45 @@ fn values<'a>(lines: &'a [String], name: &str) -> Vec<&'a str> {
 #[tokio::test]
 async fn c25_c26_fields_of_the_connection_stay_behind_and_identity_does_not() {
     let upstream = Upstream::spawn().await;
-    let lines = passed(
-        &one_limit(&upstream, 1),
+    for carrier in Carrier::HTTP1 {
+        let lines = passed(
+        carrier,
+        one_limit(&upstream, 1),
         "connection:\r\nconnection: x-own, X-Forwarded-For, Authorization, cookie, host\r\nx-own: 1\r\nauthorization: Bearer x\r\n\
          cookie: a=1\r\nkeep-alive: timeout=5\r\nproxy-connection: close\r\nte: gzip\r\nproxy-authorization: Basic x\r\nx-kept: 1\r\n",
     )
     .await;
-    for gone in
-        ["connection", "x-own", "keep-alive", "proxy-connection", "te", "proxy-authorization"]
-    {
-        assert!(values(&lines, gone).is_empty(), "{gone}: {lines:?}");
+        for gone in
+            ["connection", "x-own", "keep-alive", "proxy-connection", "te", "proxy-authorization"]
+        {
+            assert!(values(&lines, gone).is_empty(), "{gone}: {lines:?}");
+        }
+        for (kept, value) in [
+            ("authorization", "Bearer x"),
+            ("cookie", "a=1"),
+            ("x-forwarded-for", "127.0.0.1"),
+            ("x-kept", "1"),
+        ] {
+            assert_eq!(values(&lines, kept), [value], "{lines:?}");
+        }
+        assert_eq!(values(&lines, "host").len(), 1);
     }
-    for (kept, value) in [
-        ("authorization", "Bearer x"),
-        ("cookie", "a=1"),
-        ("x-forwarded-for", "127.0.0.1"),
-        ("x-kept", "1"),
-    ] {
-        assert_eq!(values(&lines, kept), [value], "{lines:?}");
-    }
-    assert_eq!(values(&lines, "host").len(), 1);
 }
 
 #[tokio::test]
 async fn c26_c34_the_answers_connection_stays_behind_and_cookies_stay_apart() {
     let upstream = Upstream::spawn().await;
-    let proxy = Proxy::spawn(&one_limit(&upstream, 1)).await;
     let say = "connection: x-own|x-own: 1|keep-alive: timeout=5|proxy-authenticate: Basic|set-cookie: a=1|set-cookie: b=2|tidegate-reason: queue_full";
-    let answer = Client::new().get_with(proxy.addr(), "/say?bytes=2", &[("x-say", say)]).await;
-    for gone in ["x-own", "keep-alive", "proxy-authenticate", "tidegate-reason"] {
-        assert_eq!(answer.header(gone), "", "{gone}");
+    for carrier in Carrier::ALL {
+        let proxy = carrier.spawn(one_limit(&upstream, 1)).await;
+        let answer = carrier.call(&proxy).await.get("/say?bytes=2", &[("x-say", say)]).await;
+        assert_eq!((answer.status, answer.body.len()), (200, 2), "{carrier:?}");
+        for gone in ["connection", "x-own", "keep-alive", "proxy-authenticate", "tidegate-reason"] {
+            assert_eq!(answer.header(gone), "", "{carrier:?}: {gone}");
+        }
+        let cookies: Vec<_> = answer.headers.get_all("set-cookie").iter().collect();
+        assert_eq!(cookies, ["a=1", "b=2"], "{carrier:?}");
     }
-    let cookies: Vec<_> = answer.headers.get_all("set-cookie").iter().collect();
-    assert_eq!(cookies, ["a=1", "b=2"]);
 }
 
 #[tokio::test]
@@ -84,29 +92,45 @@ async fn c28_an_http2_request_becomes_a_clean_http1_one() {
 #[tokio::test]
 async fn c29_c30_c31_nobody_tells_who_he_is_unless_he_is_trusted() {
     let upstream = Upstream::spawn().await;
-    let claims = "x-forwarded-for: 6.6.6.6\r\nx-forwarded-proto: https\r\nx-forwarded-host: evil\r\nforwarded: for=6.6.6.6\r\n\
-                  x-real-ip: 6.6.6.6\r\nx_forwarded_for: 6.6.6.6\r\ntidegate-slot: 1\r\ntidegate_slot: 1\r\nx-priority: critical\r\n";
-    let conf = || {
-        let class = "class = { header = \"x-priority\", default = \"normal\" }";
-        one_limit(&upstream, 1).route(class)
-    };
-    let lines = passed(&conf(), claims).await;
-    assert!(
-        !lines.iter().any(|line| line.contains("6.6.6.6") || line.contains("evil")),
-        "{lines:?}"
-    );
-    for gone in ["forwarded", "x_forwarded_for", "tidegate-slot", "tidegate_slot", "x-priority"] {
-        assert!(values(&lines, gone).is_empty(), "{gone}: {lines:?}");
-    }
-    assert_eq!(values(&lines, "x-forwarded-for"), ["127.0.0.1"]);
-    assert_eq!(values(&lines, "x-forwarded-proto"), ["http"]);
+    let claims = [
+        ("x-forwarded-for", "6.6.6.6"),
+        ("x-forwarded-proto", "gopher"),
+        ("x-forwarded-host", "evil"),
+        ("forwarded", "for=6.6.6.6"),
+        ("x-real-ip", "6.6.6.6"),
+        ("x_forwarded_for", "6.6.6.6"),
+        ("tidegate-slot", "1"),
+        ("tidegate_slot", "1"),
+        ("x-priority", "critical"),
+    ];
+    let class = "class = { header = \"x-priority\", default = \"normal\" }";
+    for carrier in Carrier::ALL {
+        let passed = async |conf: Conf| -> Vec<String> {
+            let proxy = carrier.spawn(conf.route(class)).await;
+            let answer = carrier.call(&proxy).await.get("/headers", &claims).await;
+            assert_eq!(answer.status, 200);
+            serde_json::from_slice(&answer.body).unwrap()
+        };
+        let lines = passed(one_limit(&upstream, 1)).await;
+        assert!(
+            !lines.iter().any(|line| line.contains("6.6.6.6") || line.contains("evil")),
+            "{lines:?}"
+        );
+        for gone in ["forwarded", "x_forwarded_for", "tidegate-slot", "tidegate_slot", "x-priority"]
+        {
+            assert!(values(&lines, gone).is_empty(), "{carrier:?}, {gone}: {lines:?}");
+        }
+        assert_eq!(values(&lines, "x-forwarded-for"), ["127.0.0.1"]);
+        assert_eq!(values(&lines, "x-forwarded-proto"), [carrier.scheme()]);
 
-    let lines = passed(&conf().server("trusted_proxies = [\"127.0.0.0/8\"]"), claims).await;
-    assert_eq!(values(&lines, "x-forwarded-for"), ["6.6.6.6, 127.0.0.1"]);
-    assert_eq!(values(&lines, "x-real-ip"), ["6.6.6.6"]);
-    assert_eq!(values(&lines, "x-forwarded-proto"), ["https"]);
-    for gone in ["forwarded", "x_forwarded_for", "tidegate-slot", "tidegate_slot"] {
-        assert!(values(&lines, gone).is_empty(), "{gone}: {lines:?}");
+        let trusting = one_limit(&upstream, 1).server("trusted_proxies = [\"127.0.0.0/8\"]");
+        let lines = passed(trusting).await;
+        assert_eq!(values(&lines, "x-forwarded-for"), ["6.6.6.6, 127.0.0.1"]);
+        assert_eq!(values(&lines, "x-real-ip"), ["6.6.6.6"]);
+        assert_eq!(values(&lines, "x-forwarded-proto"), ["gopher"]);
+        for gone in ["forwarded", "x_forwarded_for", "tidegate-slot", "tidegate_slot"] {
+            assert!(values(&lines, gone).is_empty(), "{carrier:?}, {gone}: {lines:?}");
+        }
     }
 }
 
@@ -114,24 +138,35 @@ async fn c29_c30_c31_nobody_tells_who_he_is_unless_he_is_trusted() {
 async fn c32_trailers_claim_nothing_that_headers_cannot() {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let url = format!("http://{}", listener.local_addr().unwrap());
-    let proxy = Proxy::spawn(&one_limit(&Upstream::spawn().await, 1).endpoint(url)).await;
-    let mut client = Raw::connect(proxy.addr()).await;
-    let names = "x-sum, authorization, x-forwarded-for, tidegate-slot";
-    let request = format!(
-        "POST / HTTP/1.1\r\nhost: a\r\nconnection: close\r\nte: trailers\r\ntrailer: {names}\r\ntransfer-encoding: chunked\r\n\r\n\
-         2\r\nhi\r\n0\r\nx-sum: 1\r\nauthorization: x\r\nx-forwarded-for: 6.6.6.6\r\ntidegate-slot: 1\r\n\r\n"
-    );
-    client.write(request).await.unwrap();
-    let (mut stream, _) = within("a connection", listener.accept()).await.unwrap();
-    let mut seen = Vec::new();
-    while !(seen.windows(3).any(|at| at == b"\n0\r") && seen.ends_with(b"\r\n\r\n")) {
-        within("the request", stream.read_buf(&mut seen)).await.unwrap();
+    let upstream = Upstream::spawn().await;
+    for carrier in Carrier::ALL {
+        let proxy = carrier.spawn(one_limit(&upstream, 1).endpoint(url.clone())).await;
+        let mut client = carrier.call(&proxy).await;
+        let names = "x-sum, authorization, x-forwarded-for, tidegate-slot";
+        let claims = trailers(&[
+            ("x-sum", "1"),
+            ("authorization", "x"),
+            ("x-forwarded-for", "6.6.6.6"),
+            ("tidegate-slot", "1"),
+        ]);
+        let fields = [("te", "trailers"), ("trailer", names)];
+        let body = pieces([Frame::data("hi".into()), claims], true);
+        let asked = async { client.open(Method::POST, "/", &fields, body).await.status() };
+        let answered = async {
+            let (mut stream, _) = within("a connection", listener.accept()).await.unwrap();
+            let mut seen = Vec::new();
+            while !(seen.windows(3).any(|at| at == b"\n0\r") && seen.ends_with(b"\r\n\r\n")) {
+                within("the request", stream.read_buf(&mut seen)).await.unwrap();
+            }
+            let answer = b"HTTP/1.1 204 No Content\r\nconnection: close\r\n\r\n";
+            stream.write_all(answer).await.unwrap();
+            String::from_utf8(seen).unwrap()
+        };
+        let (status, seen) = tokio::join!(asked, answered);
+        assert_eq!(status, 204);
+        let (_, trailers) = seen.split_once("\r\n0\r\n").unwrap();
+        assert_eq!(trailers, "x-sum: 1\r\n\r\n", "{carrier:?}");
     }
-    stream.write_all(b"HTTP/1.1 204 No Content\r\n\r\n").await.unwrap();
-    assert!(client.head().await.starts_with("HTTP/1.1 204 "));
-    let seen = String::from_utf8(seen).unwrap();
-    let (_, trailers) = seen.split_once("\r\n0\r\n").unwrap();
-    assert_eq!(trailers, "x-sum: 1\r\n\r\n");
 }
 
 const GRPC: [(&str, &str); 2] = [("content-type", "application/grpc"), ("te", "trailers")];

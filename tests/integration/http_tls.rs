@@ -1,34 +1,23 @@
-//! TLS for clients, and the rows of `docs/http.md` that could be different behind it.
-
-use std::{net::SocketAddr, sync::Arc};
+//! TLS for clients: versions, deadlines, and certificates that change. What goes through it is tested where it is tested without,
+//! once for each carrier.
 
 use bytes::Bytes;
 use http::Request;
 use http_body_util::{BodyExt, Full};
 use hyper::client::conn::http2;
 use hyper_util::rt::{TokioExecutor, TokioIo};
-use rcgen::{CertifiedKey, KeyPair, generate_simple_self_signed};
 use tokio::{
-    io::{self, AsyncReadExt, AsyncWriteExt},
+    io::{AsyncReadExt, AsyncWriteExt},
     net::TcpStream,
 };
 use tokio_rustls::{
-    TlsConnector,
     client::TlsStream,
-    rustls::{
-        ClientConfig, RootCertStore, SupportedProtocolVersion,
-        crypto::aws_lc_rs,
-        version::{TLS12, TLS13},
-    },
+    rustls::version::{TLS12, TLS13},
 };
 
-use crate::harness::{Proxy, Raw, Upstream, eventually, get, one_limit, within};
-
-type Shown = CertifiedKey<KeyPair>;
-
-fn certificate() -> Shown {
-    generate_simple_self_signed(["localhost".to_owned()]).unwrap()
-}
+use crate::harness::{
+    Proxy, Raw, Shown, Upstream, certificate, eventually, get, one_limit, shake, within,
+};
 
 async fn proxy(upstream: &Upstream, shown: &Shown, lines: &'static str) -> Proxy {
     let conf = one_limit(upstream, 2)
@@ -39,26 +28,6 @@ async fn proxy(upstream: &Upstream, shown: &Shown, lines: &'static str) -> Proxy
 }
 
 const TLS: &str = r#"tls = { cert = "cert.pem", key = "key.pem" }"#;
-
-/// A handshake with someone who shows this certificate.
-async fn shake(
-    addr: SocketAddr,
-    shown: &Shown,
-    version: &'static SupportedProtocolVersion,
-    protocol: &str,
-) -> io::Result<TlsStream<TcpStream>> {
-    let mut roots = RootCertStore::empty();
-    roots.add(shown.cert.der().clone()).unwrap();
-    let mut config = ClientConfig::builder_with_provider(Arc::new(aws_lc_rs::default_provider()))
-        .with_protocol_versions(&[version])
-        .unwrap()
-        .with_root_certificates(roots)
-        .with_no_client_auth();
-    config.alpn_protocols = vec![protocol.as_bytes().to_vec()];
-    let stream = TcpStream::connect(addr).await?;
-    let name = "localhost".try_into().unwrap();
-    within("a handshake", TlsConnector::from(Arc::new(config)).connect(name, stream)).await
-}
 
 async fn connect(proxy: &Proxy, shown: &Shown) -> TlsStream<TcpStream> {
     shake(proxy.addr(), shown, &TLS13, "http/1.1").await.unwrap()
@@ -149,65 +118,4 @@ async fn h64_a_handshake_has_the_heads_deadline_and_takes_a_place() {
     let (answer, closed) = tokio::join!(waiting, closed);
     assert!(answer.starts_with("HTTP/1.1 200"), "{answer}");
     assert_eq!(closed.unwrap_or_default(), b"");
-}
-
-#[tokio::test]
-async fn a01_two_lengths_are_refused_behind_tls() {
-    let (upstream, shown) = (Upstream::spawn().await, certificate());
-    let proxy = proxy(&upstream, &shown, TLS).await;
-    for bytes in [
-        "POST / HTTP/1.1\r\nhost: a\r\ncontent-length: 4\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n",
-        "GET / HTTP/1.1\r\nhost : a\r\n\r\n",
-    ] {
-        let answer = say(&proxy, &shown, bytes).await;
-        assert!(answer.starts_with("HTTP/1.1 400"), "{answer}");
-        assert!(answer.contains("tidegate-reason: bad_request"), "{answer}");
-    }
-    assert_eq!(upstream.total(), 0);
-}
-
-#[tokio::test]
-async fn e40_a_client_that_leaves_behind_tls_frees_its_slot() {
-    let (upstream, shown) = (Upstream::spawn().await, certificate());
-    let proxy = proxy(&upstream, &shown, TLS).await;
-    let mut clients = Vec::new();
-    for _ in 0..2 {
-        let mut client = connect(&proxy, &shown).await;
-        client.write_all(get("/silent").as_bytes()).await.unwrap();
-        clients.push(client);
-    }
-    upstream.wait_current(2).await;
-    drop(clients);
-    upstream.wait_current(0).await;
-    assert!(say(&proxy, &shown, CLOSING).await.starts_with("HTTP/1.1 200"));
-}
-
-#[tokio::test]
-async fn e44_a_client_that_reads_nothing_behind_tls_is_cut() {
-    let (upstream, shown) = (Upstream::spawn().await, certificate());
-    let lines = "stall_timeout = \"1s\"\ntls = { cert = \"cert.pem\", key = \"key.pem\" }";
-    let proxy = proxy(&upstream, &shown, lines).await;
-    let mut client = connect(&proxy, &shown).await;
-    client.write_all(get("/big?bytes=50000000").as_bytes()).await.unwrap();
-    upstream.wait_total(1).await;
-    upstream.wait_current(0).await;
-    eventually("its slot is back", async || proxy.limit("llm").await["in_use"] == 0).await;
-}
-
-#[tokio::test]
-async fn d38_a_tunnel_goes_through_tls() {
-    let (upstream, shown) = (Upstream::spawn().await, certificate());
-    let proxy = proxy(&upstream, &shown, TLS).await;
-    let mut client = connect(&proxy, &shown).await;
-    let request =
-        "GET /upgrade HTTP/1.1\r\nhost: a\r\nconnection: upgrade\r\nupgrade: echo\r\n\r\nhello";
-    client.write_all(request.as_bytes()).await.unwrap();
-    let mut seen = Vec::new();
-    while !seen.ends_with(b"\r\n\r\nhello") {
-        assert_ne!(within("the echo", client.read_buf(&mut seen)).await.unwrap(), 0);
-    }
-    client.shutdown().await.unwrap();
-    within("the end", client.read_to_end(&mut seen)).await.unwrap();
-    upstream.wait_current(0).await;
-    eventually("its slot is back", async || proxy.limit("llm").await["in_use"] == 0).await;
 }

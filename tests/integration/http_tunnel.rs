@@ -1,6 +1,6 @@
 //! WebSockets and other tunnels: a slot is held until both halves have ended, and no longer. Names follow `docs/http.md`.
 
-use crate::harness::{Client, Conf, Proxy, Raw, Upstream, eventually, get, one_limit};
+use crate::harness::{Carrier, Conf, Proxy, Raw, Upstream, eventually, get, one_limit};
 
 const LIMIT: &str = "\n[[routes]]\npath = \"/admin\"\nmethods = [\"DELETE\"]\nupstream = \"llm\"";
 
@@ -15,8 +15,8 @@ fn upgrade(path: &str, protocol: &str) -> String {
 }
 
 /// A tunnel that is open, and through which bytes have come back.
-async fn open(proxy: &Proxy, path: &str) -> Raw {
-    let mut client = Raw::connect(proxy.addr()).await;
+async fn open(carrier: Carrier, proxy: &Proxy, path: &str) -> Raw {
+    let mut client = carrier.raw(proxy).await;
     // Some clients don't wait for the consent.
     client.write(upgrade(path, "echo") + "early").await.unwrap();
     let head = client.head().await;
@@ -27,143 +27,162 @@ async fn open(proxy: &Proxy, path: &str) -> Raw {
     client
 }
 
-async fn is_free(proxy: &Proxy, upstream: &Upstream) {
+async fn is_free(carrier: Carrier, proxy: &Proxy, upstream: &Upstream) {
     upstream.wait_current(0).await;
     eventually("the slot is back", async || proxy.limit("llm").await["in_use"] == 0).await;
-    assert_eq!(Client::new().get(proxy.addr(), "/echo").await.status, 200);
+    assert_eq!(carrier.call(proxy).await.get("/echo", &[]).await.status, 200);
 }
 
 #[tokio::test]
 async fn d38_a_tunnel_holds_its_slot_until_both_halves_have_ended() {
-    let upstream = Upstream::spawn().await;
-    let proxy = Proxy::spawn(&conf(&upstream)).await;
-    let mut client = open(&proxy, "/upgrade?gate=1").await;
-    for word in ["one", "HTTP/1.1 400 Bad Request\r\n\r\n", "three"] {
-        client.write(word).await.unwrap();
-        client.read_until(word).await;
-        let refused = Client::new().get(proxy.addr(), "/echo").await;
+    for carrier in Carrier::HTTP1 {
+        let upstream = Upstream::spawn().await;
+        let proxy = carrier.spawn(conf(&upstream)).await;
+        let mut client = open(carrier, &proxy, "/upgrade?gate=1").await;
+        for word in ["one", "HTTP/1.1 400 Bad Request\r\n\r\n", "three"] {
+            client.write(word).await.unwrap();
+            client.read_until(word).await;
+            let refused = carrier.call(&proxy).await.get("/echo", &[]).await;
+            assert_eq!(refused.header("tidegate-reason"), "queue_full");
+        }
+        client.half_close().await;
+        let refused = carrier.call(&proxy).await.get("/echo", &[]).await;
         assert_eq!(refused.header("tidegate-reason"), "queue_full");
+        assert_eq!(upstream.current(), 1);
+        upstream.open(1);
+        assert_eq!(client.read_to_end().await.unwrap(), b"bye");
+        is_free(carrier, &proxy, &upstream).await;
+        assert_eq!(upstream.highest(), 1);
     }
-    client.half_close().await;
-    let refused = Client::new().get(proxy.addr(), "/echo").await;
-    assert_eq!(refused.header("tidegate-reason"), "queue_full");
-    assert_eq!(upstream.current(), 1);
-    upstream.open(1);
-    assert_eq!(client.read_to_end().await.unwrap(), b"bye");
-    is_free(&proxy, &upstream).await;
-    assert_eq!(upstream.highest(), 1);
 }
 
 #[tokio::test]
 async fn d38_a_client_that_breaks_off_frees_the_slot() {
-    let upstream = Upstream::spawn().await;
-    let proxy = Proxy::spawn(&conf(&upstream)).await;
-    open(&proxy, "/upgrade").await.reset();
-    is_free(&proxy, &upstream).await;
-    drop(open(&proxy, "/upgrade").await);
-    is_free(&proxy, &upstream).await;
+    for carrier in Carrier::HTTP1 {
+        let upstream = Upstream::spawn().await;
+        let proxy = carrier.spawn(conf(&upstream)).await;
+        open(carrier, &proxy, "/upgrade").await.reset();
+        is_free(carrier, &proxy, &upstream).await;
+        drop(open(carrier, &proxy, "/upgrade").await);
+        is_free(carrier, &proxy, &upstream).await;
+    }
 }
 
 #[tokio::test]
 async fn d38_a_tunnel_is_closed_when_nothing_moves_and_cut_when_it_is_held_too_long() {
-    for (upstream_lines, limit_lines) in
-        [("tunnel_timeout = \"1s\"", ""), ("", "max_hold = \"1s\"")]
-    {
-        let upstream = Upstream::spawn().await;
-        let conf = conf(&upstream).upstream(upstream_lines).limit(limit_lines);
-        let proxy = Proxy::spawn(&conf).await;
-        let client = open(&proxy, "/upgrade").await;
-        let _ = client.read_to_end().await;
-        is_free(&proxy, &upstream).await;
+    for carrier in Carrier::HTTP1 {
+        for (upstream_lines, limit_lines) in
+            [("tunnel_timeout = \"1s\"", ""), ("", "max_hold = \"1s\"")]
+        {
+            let upstream = Upstream::spawn().await;
+            let conf = conf(&upstream).upstream(upstream_lines).limit(limit_lines);
+            let proxy = carrier.spawn(conf).await;
+            let client = open(carrier, &proxy, "/upgrade").await;
+            let _ = client.read_to_end().await;
+            is_free(carrier, &proxy, &upstream).await;
+        }
     }
 }
 
 #[tokio::test]
 async fn d38_a_tunnel_ends_with_the_drain() {
-    let upstream = Upstream::spawn().await;
-    let mut proxy = Proxy::spawn(&conf(&upstream).server("drain_timeout = \"2s\"")).await;
-    let mut client = open(&proxy, "/upgrade").await;
-    proxy.sigterm();
-    eventually("the listener is closed", async || {
-        tokio::net::TcpStream::connect(proxy.addr()).await.is_err()
-    })
-    .await;
-    // Until then it goes on.
-    client.write("still").await.unwrap();
-    client.read_until("still").await;
-    assert!(proxy.wait_exit().await.success());
-    upstream.wait_current(0).await;
-    let _ = client.read_to_end().await;
+    for carrier in Carrier::HTTP1 {
+        let upstream = Upstream::spawn().await;
+        let mut proxy = carrier.spawn(conf(&upstream).server("drain_timeout = \"2s\"")).await;
+        let mut client = open(carrier, &proxy, "/upgrade").await;
+        proxy.sigterm();
+        eventually("the listener is closed", async || {
+            tokio::net::TcpStream::connect(proxy.addr()).await.is_err()
+        })
+        .await;
+        // Until then it goes on.
+        client.write("still").await.unwrap();
+        client.read_until("still").await;
+        assert!(proxy.wait_exit().await.success());
+        upstream.wait_current(0).await;
+        let _ = client.read_to_end().await;
+    }
 }
 
 #[tokio::test]
 async fn d39_a_refusal_to_change_is_relayed_and_the_connection_goes_on() {
-    let upstream = Upstream::spawn().await;
-    let proxy = Proxy::spawn(&conf(&upstream)).await;
-    let mut client = Raw::connect(proxy.addr()).await;
-    for _ in 0..2 {
-        client.write(upgrade("/status/404", "websocket")).await.unwrap();
-        let head = client.head().await;
-        assert!(head.starts_with("HTTP/1.1 404 ") && !head.contains("tidegate-reason"), "{head}");
+    for carrier in Carrier::HTTP1 {
+        let upstream = Upstream::spawn().await;
+        let proxy = carrier.spawn(conf(&upstream)).await;
+        let mut client = carrier.raw(&proxy).await;
+        for _ in 0..2 {
+            client.write(upgrade("/status/404", "websocket")).await.unwrap();
+            let head = client.head().await;
+            assert!(
+                head.starts_with("HTTP/1.1 404 ") && !head.contains("tidegate-reason"),
+                "{head}"
+            );
+        }
+        client.write(upgrade("/headers", "websocket")).await.unwrap();
+        client.head().await;
+        let lines = client.read_until("]").await;
+        assert!(
+            lines.contains("\"upgrade: websocket\"") && lines.contains("\"connection: upgrade\""),
+            "{lines}"
+        );
+        is_free(carrier, &proxy, &upstream).await;
     }
-    client.write(upgrade("/headers", "websocket")).await.unwrap();
-    client.head().await;
-    let lines = client.read_until("]").await;
-    assert!(
-        lines.contains("\"upgrade: websocket\"") && lines.contains("\"connection: upgrade\""),
-        "{lines}"
-    );
-    is_free(&proxy, &upstream).await;
 }
 
 #[tokio::test]
 async fn a07_what_stands_behind_a_refused_upgrade_is_a_request_like_any_other() {
-    let upstream = Upstream::spawn().await;
-    let proxy = Proxy::spawn(&conf(&upstream)).await;
-    let mut client = Raw::connect(proxy.addr()).await;
-    let behind = get("/admin") + &get("/echo");
-    client.write(upgrade("/status/200", "websocket") + &behind).await.unwrap();
-    assert!(client.head().await.starts_with("HTTP/1.1 200 "));
-    let head = client.head().await;
-    assert!(head.starts_with("HTTP/1.1 405 "), "{head}");
-    client.read_until("}").await;
-    assert!(client.head().await.starts_with("HTTP/1.1 200 "));
-    assert_eq!(upstream.total(), 2);
+    for carrier in Carrier::HTTP1 {
+        let upstream = Upstream::spawn().await;
+        let proxy = carrier.spawn(conf(&upstream)).await;
+        let mut client = carrier.raw(&proxy).await;
+        let behind = get("/admin") + &get("/echo");
+        client.write(upgrade("/status/200", "websocket") + &behind).await.unwrap();
+        assert!(client.head().await.starts_with("HTTP/1.1 200 "));
+        let head = client.head().await;
+        assert!(head.starts_with("HTTP/1.1 405 "), "{head}");
+        client.read_until("}").await;
+        assert!(client.head().await.starts_with("HTTP/1.1 200 "));
+        assert_eq!(upstream.total(), 2);
+    }
 }
 
 #[tokio::test]
 async fn a08_a_wish_with_a_body_or_for_http2_is_not_passed_on() {
-    let upstream = Upstream::spawn().await;
-    let proxy = Proxy::spawn(&conf(&upstream)).await;
-    for (fields, body) in [
-        ("connection: upgrade\r\nupgrade: websocket\r\ncontent-length: 2", "hi"),
-        (
-            "connection: upgrade\r\nupgrade: websocket\r\ntransfer-encoding: chunked",
-            "2\r\nhi\r\n0\r\n\r\n",
-        ),
-        (
-            "connection: upgrade, http2-settings\r\nupgrade: h2c\r\nhttp2-settings: AAMAAABkAAQAAP__",
-            "",
-        ),
-        ("connection: upgrade\r\nupgrade: websocket, h2c", ""),
-        ("connection: upgrade\r\nupgrade: websocket\r\nupgrade: h2c", ""),
-        ("connection: keep-alive\r\nupgrade: websocket", ""),
-    ] {
-        let mut client = Raw::connect(proxy.addr()).await;
-        let request = format!("GET /headers HTTP/1.1\r\nhost: a\r\n{fields}\r\n\r\n{body}");
-        client.write(request).await.unwrap();
-        let head = client.head().await;
-        assert!(head.starts_with("HTTP/1.1 200 "), "{fields}\n{head}");
-        let lines = client.read_until("]").await;
-        assert!(!lines.to_lowercase().contains("upgrade"), "{fields}\n{lines}");
+    for carrier in Carrier::HTTP1 {
+        let upstream = Upstream::spawn().await;
+        let proxy = carrier.spawn(conf(&upstream)).await;
+        for (fields, body) in [
+            ("connection: upgrade\r\nupgrade: websocket\r\ncontent-length: 2", "hi"),
+            (
+                "connection: upgrade\r\nupgrade: websocket\r\ntransfer-encoding: chunked",
+                "2\r\nhi\r\n0\r\n\r\n",
+            ),
+            (
+                "connection: upgrade, http2-settings\r\nupgrade: h2c\r\nhttp2-settings: AAMAAABkAAQAAP__",
+                "",
+            ),
+            ("connection: upgrade\r\nupgrade: websocket, h2c", ""),
+            ("connection: upgrade\r\nupgrade: websocket\r\nupgrade: h2c", ""),
+            ("connection: keep-alive\r\nupgrade: websocket", ""),
+        ] {
+            let mut client = carrier.raw(&proxy).await;
+            let request = format!("GET /headers HTTP/1.1\r\nhost: a\r\n{fields}\r\n\r\n{body}");
+            client.write(request).await.unwrap();
+            let head = client.head().await;
+            assert!(head.starts_with("HTTP/1.1 200 "), "{fields}\n{head}");
+            let lines = client.read_until("]").await;
+            assert!(!lines.to_lowercase().contains("upgrade"), "{fields}\n{lines}");
+        }
     }
 }
 
 #[tokio::test]
 async fn d39_nobody_changes_a_protocol_unasked() {
-    let upstream = Upstream::spawn().await;
-    let proxy = Proxy::spawn(&conf(&upstream)).await;
-    let answer = Client::new().get(proxy.addr(), "/upgrade").await;
-    assert_eq!((answer.status, answer.header("tidegate-reason")), (502, "upstream_reset"));
-    is_free(&proxy, &upstream).await;
+    for carrier in Carrier::ALL {
+        let upstream = Upstream::spawn().await;
+        let proxy = carrier.spawn(conf(&upstream)).await;
+        let answer = carrier.call(&proxy).await.get("/upgrade", &[]).await;
+        assert_eq!((answer.status, answer.header("tidegate-reason")), (502, "upstream_reset"));
+        is_free(carrier, &proxy, &upstream).await;
+    }
 }

@@ -1,6 +1,6 @@
 //! A stream passes event by event and keeps its slot to its last byte; answers without a body give theirs back too.
 
-use crate::harness::{Client, Proxy, Raw, Redis, Upstream, eventually, one_limit};
+use crate::harness::{Carrier, Client, Proxy, Raw, Redis, Upstream, eventually, one_limit};
 
 #[tokio::test]
 async fn events_pass_one_by_one() {
@@ -111,16 +111,19 @@ async fn trailers_pass_and_free_their_slot() {
 #[tokio::test]
 async fn an_answer_cut_by_the_upstream_is_cut_for_the_client() {
     let (upstream, redis) = (Upstream::spawn().await, Redis::spawn().await);
-    let proxy = Proxy::spawn(&one_limit(&upstream, 1).redis(&redis)).await;
-    let client = Client::new();
-
-    // A clean end would pass half an answer off as a whole one.
-    client.try_get(proxy.addr(), "/trunc").await.unwrap_err();
-    redis.wait_in_use("llm", 0).await;
-
-    let answer = client.get(proxy.addr(), "/reset").await;
-    assert_eq!(answer.status, 502);
-    assert_eq!(answer.header("tidegate-reason"), "upstream_reset");
-    redis.wait_in_use("llm", 0).await;
-    assert_eq!(client.get(proxy.addr(), "/status/200").await.status, 200);
+    for carrier in Carrier::ALL {
+        let proxy = carrier.spawn(one_limit(&upstream, 1).redis(&redis)).await;
+        for path in ["/trunc", "/say?bytes=1000&cut=1"] {
+            // A clean end would pass half an answer off as a whole one.
+            let cut = carrier.call(&proxy).await.try_get(path, &[]).await;
+            cut.expect_err("an answer that is cut");
+            redis.wait_in_use("llm", 0).await;
+        }
+        let mut client = carrier.call(&proxy).await;
+        let answer = client.get("/reset", &[]).await;
+        assert_eq!((answer.status, answer.header("tidegate-reason")), (502, "upstream_reset"));
+        redis.wait_in_use("llm", 0).await;
+        assert_eq!(client.get("/status/200", &[]).await.status, 200, "{carrier:?}");
+        redis.wait_in_use("llm", 0).await;
+    }
 }

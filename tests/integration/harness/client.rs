@@ -14,7 +14,7 @@ use tokio::{
     net::TcpStream,
 };
 
-use super::within;
+use super::{carrier::Wire, within};
 
 /// An ordinary client with a pool of connections.
 #[derive(Clone)]
@@ -30,6 +30,18 @@ pub(crate) struct Answer {
 }
 
 impl Answer {
+    /// Reads an answer to its end; an error where it is cut.
+    pub(crate) async fn whole(answer: Response<Incoming>) -> hyper::Result<Self> {
+        let (head, body) = answer.into_parts();
+        let body = within("the rest of an answer", body.collect()).await?;
+        Ok(Self {
+            status: head.status.as_u16(),
+            headers: head.headers,
+            trailers: body.trailers().cloned(),
+            body: body.to_bytes(),
+        })
+    }
+
     /// A header's text, empty where there is none.
     pub(crate) fn header(&self, name: &str) -> &str {
         let value = self.headers.get(name);
@@ -60,18 +72,8 @@ impl Client {
             request = request.header(*name, *value);
         }
         let request = request.body(Full::new(Bytes::new())).unwrap();
-        let answer = within(path, async {
-            let (head, body) = self.0.request(request).await.unwrap().into_parts();
-            let body = body.collect().await.unwrap();
-            (head, body)
-        });
-        let (head, body) = answer.await;
-        Answer {
-            status: head.status.as_u16(),
-            headers: head.headers,
-            trailers: body.trailers().cloned(),
-            body: body.to_bytes(),
-        }
+        let answer = within(path, self.0.request(request)).await.unwrap();
+        Answer::whole(answer).await.unwrap()
     }
 
     pub(crate) async fn try_get(
@@ -93,15 +95,7 @@ impl Client {
             .method(method)
             .uri(format!("http://{addr}{path}"))
             .body(Full::new(body))?;
-        let (head, body) = self.0.request(request).await?.into_parts();
-        let body = body.collect().await?;
-        let trailers = body.trailers().cloned();
-        Ok(Answer {
-            status: head.status.as_u16(),
-            headers: head.headers,
-            body: body.to_bytes(),
-            trailers,
-        })
+        Ok(Answer::whole(self.0.request(request).await?).await?)
     }
 
     /// Opens a stream of events.
@@ -137,23 +131,24 @@ impl Events {
 
 /// A client that writes and reads bytes as it likes. Dropped, it closes with a FIN.
 pub(crate) struct Raw {
-    stream: TcpStream,
+    stream: Wire,
     received: Vec<u8>,
 }
 
 impl Raw {
     pub(crate) async fn connect(addr: SocketAddr) -> Self {
-        let stream = within("a connection", TcpStream::connect(addr)).await;
-        let stream = stream.unwrap();
-        stream.set_nodelay(true).unwrap();
-        Self { stream, received: Vec::new() }
+        Self::try_connect(addr).await.unwrap()
     }
 
     /// An error if nobody listens.
     pub(crate) async fn try_connect(addr: SocketAddr) -> io::Result<Self> {
         let stream = within("a connection", TcpStream::connect(addr)).await?;
         stream.set_nodelay(true)?;
-        Ok(Self { stream, received: Vec::new() })
+        Ok(Self::on(Wire::Plain(stream)))
+    }
+
+    pub(super) fn on(stream: Wire) -> Self {
+        Self { stream, received: Vec::new() }
     }
 
     /// An answer that says its length; none if the peer closes instead.
@@ -213,7 +208,7 @@ impl Raw {
 
     /// Closes with a RST.
     pub(crate) fn reset(self) {
-        SockRef::from(&self.stream).set_linger(Some(Duration::ZERO)).unwrap();
+        SockRef::from(self.stream.socket()).set_linger(Some(Duration::ZERO)).unwrap();
     }
 
     /// Says that nothing more will be sent, and goes on reading.

@@ -11,7 +11,7 @@ use serde_json::Value;
 use tempfile::TempDir;
 use tokio::process::{Child, Command};
 
-use super::{Client, Redis, Upstream, eventually, signal, unused_addr, within};
+use super::{Client, Redis, Shown, Upstream, eventually, signal, unused_addr, within};
 
 /// The program under test.
 pub(crate) fn tidegate() -> Command {
@@ -105,6 +105,15 @@ impl Conf {
     pub(crate) fn file(mut self, name: &'static str, text: String) -> Self {
         self.files.push((name, text));
         self
+    }
+
+    /// TLS for clients, with this certificate, besides the other lines of `[server]`.
+    pub(crate) fn showing(self, shown: &Shown) -> Self {
+        let lines =
+            format!("{}\ntls = {{ cert = \"cert.pem\", key = \"key.pem\" }}", self.extra[0]);
+        self.server(lines)
+            .file("cert.pem", shown.cert.pem())
+            .file("key.pem", shown.signing_key.serialize_pem())
     }
 
     /// Another address for the upstream.
