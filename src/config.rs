@@ -244,6 +244,8 @@ pub struct Upstream {
     /// At least one: `http://` or `https://`, an authority, and perhaps a base path that goes in front of the request's. Scheme and
     /// base path are the same in all of them, the authority in none.
     pub endpoints: Vec<Uri>,
+    /// Where they may not lead, whatever their names stand for: the operators' listener.
+    pub off_limits: Option<SocketAddr>,
     /// How often the names among them are looked up.
     pub resolve_interval: Duration,
     /// How long a connection may be used for new requests.

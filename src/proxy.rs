@@ -47,7 +47,7 @@ mod tests;
 const SMALL_BODY: u64 = 64 * 1024;
 /// All bodies read beforehand together. Further ones are streamed.
 const SMALL_BODIES: usize = 64 * 1024 * 1024;
-/// What `CONNECT` could have been instead.
+/// What `CONNECT` and `TRACE` could have been instead.
 const METHODS: HeaderValue =
     HeaderValue::from_static("GET, HEAD, POST, PUT, PATCH, DELETE, OPTIONS");
 
@@ -266,7 +266,7 @@ impl Proxy {
                 response.body_mut().tie(notes.account, is_head);
                 return response;
             }
-            Err(Objection::Connect) => Err(Reply::method_not_allowed(METHODS)),
+            Err(Objection::Method) => Err(Reply::method_not_allowed(METHODS)),
             Err(Objection::Bad) => Err(Reason::BadRequest.into()),
         };
         let dialect = notes.route.map(|route| self.rules[route].dialect).unwrap_or_default();

@@ -12,24 +12,24 @@ use http::{
 pub(crate) enum Objection {
     /// It can be read in two ways, or in none.
     Bad,
-    /// `CONNECT` would make an open proxy of us.
-    Connect,
+    /// `CONNECT` would make an open proxy of us, and the answer to a `TRACE` would tell what we added.
+    Method,
     /// `OPTIONS *` asks the proxy itself.
     Server,
 }
 
 /// Checks the head and leaves exactly one `Host` in it: the one that routes and is forwarded.
 pub(crate) fn settle(parts: &mut Parts) -> Result<(), Objection> {
-    if parts.method == Method::CONNECT {
-        return Err(Objection::Connect);
+    if parts.method == Method::CONNECT || parts.method == Method::TRACE {
+        return Err(Objection::Method);
     }
     settle_host(parts)?;
     check_framing(&parts.headers)?;
     match parts.uri.path() {
         "*" if parts.method == Method::OPTIONS => Err(Objection::Server),
         path if path.starts_with('/') => Ok(()),
-        // `http://host?query`, or nothing at all.
-        "" if parts.uri.authority().is_some() => Ok(()),
+        // `http://host?query`, or nothing at all; a host alone is for `CONNECT`.
+        "" if parts.uri.scheme().is_some() => Ok(()),
         _ => Err(Objection::Bad),
     }
 }
@@ -50,20 +50,40 @@ fn settle_host(parts: &mut Parts) -> Result<(), Objection> {
     if hosts.next().is_some() {
         return Err(Objection::Bad);
     }
-    // An HTTP/1.1 request must carry Host even where its target says more.
-    if host.is_none() && parts.version == Version::HTTP_11 {
-        return Err(Objection::Bad);
+    match (host, parts.uri.authority()) {
+        // An HTTP/1.1 request must carry Host even where its target says more.
+        (None, Some(_)) if parts.version == Version::HTTP_11 => return Err(Objection::Bad),
+        (_, Some(authority)) => {
+            let value = HeaderValue::from_str(authority.as_str()).map_err(|_| Objection::Bad)?;
+            parts.headers.insert(HOST, value);
+        }
+        // Before HTTP/1.1 there was none, and what is sent on must have one.
+        (None, None) if parts.version < Version::HTTP_11 => {
+            parts.headers.insert(HOST, HeaderValue::from_static(""));
+        }
+        (None, None) => return Err(Objection::Bad),
+        (Some(_), None) => {}
     }
-    if let Some(authority) = parts.uri.authority() {
-        let value = HeaderValue::from_str(authority.as_str()).map_err(|_| Objection::Bad)?;
-        parts.headers.insert(HOST, value);
-    }
-    let host = parts.headers.get(HOST).map(HeaderValue::as_bytes);
-    let is_host = |byte: &u8| byte.is_ascii_alphanumeric() || b"-._~:[]%!$&'()*+,;=".contains(byte);
-    match host {
-        Some(host) if !host.iter().all(is_host) => Err(Objection::Bad),
-        _ => Ok(()),
-    }
+    let host = parts.headers.get(HOST).map_or(&b""[..], HeaderValue::as_bytes);
+    if is_host(host) { Ok(()) } else { Err(Objection::Bad) }
+}
+
+/// Whether everybody finds the same name and port in it: a name or an address, IPv6 in brackets, and digits behind the colon.
+/// Nothing at all is fine too.
+fn is_host(host: &[u8]) -> bool {
+    let (name, port) = match host.iter().rposition(|byte| b":]".contains(byte)) {
+        Some(at) if host[at] == b':' => (&host[..at], &host[at + 1..]),
+        _ => (host, &b""[..]),
+    };
+    let is_name = match name {
+        [b'[', inner @ .., b']'] => {
+            inner.iter().all(|byte| byte.is_ascii_hexdigit() || b":.".contains(byte))
+        }
+        _ => name
+            .iter()
+            .all(|byte| byte.is_ascii_alphanumeric() || b"-._~!$&'()*+,;=".contains(byte)),
+    };
+    is_name && port.iter().all(u8::is_ascii_digit)
 }
 
 fn check_framing(headers: &HeaderMap) -> Result<(), Objection> {
@@ -116,7 +136,17 @@ mod tests {
         assert_eq!(get("/", h1, &[("host", "a"), ("host", "a")]), Err(Objection::Bad));
         assert_eq!(get("/", h1, &[("host", "a/b")]), Err(Objection::Bad));
         assert_eq!(get("/", h1, &[("host", "x@a")]), Err(Objection::Bad));
-        assert_eq!(get("/", h10, &[]), Ok(None));
+        for bad in
+            ["a:b", "a:1:2", "::1", "[::1", "::1]", "[x]:", "[::1]x", "%61", "[fe80::1%25lo]"]
+        {
+            assert_eq!(get("/", h1, &[("host", bad)]), Err(Objection::Bad), "{bad}");
+        }
+        for fine in ["", "a", "a.b.", "a:80", "a:", "[::1]", "[::ffff:127.0.0.1]:80", "x_y", "a,b"]
+        {
+            assert_eq!(get("/", h1, &[("host", fine)]), Ok(Some(fine.into())));
+        }
+        assert_eq!(get("/", h10, &[]), Ok(Some("".into())));
+        assert_eq!(get("/", h2, &[]), Err(Objection::Bad));
         assert_eq!(get("http://good:81/x", h1, &[("host", "evil")]), Ok(Some("good:81".into())));
         assert_eq!(get("http://good/x", h2, &[]), Ok(Some("good".into())));
     }
@@ -143,7 +173,9 @@ mod tests {
     #[test]
     fn what_asks_the_proxy_itself_goes_no_further() {
         let ask = |method, target| settled(target, Version::HTTP_11, method, &[("host", "a")]);
-        assert_eq!(ask(Method::CONNECT, "a:22"), Err(Objection::Connect));
+        assert_eq!(ask(Method::CONNECT, "a:22"), Err(Objection::Method));
+        assert_eq!(ask(Method::TRACE, "/"), Err(Objection::Method));
+        assert_eq!(ask(Method::GET, "a:22"), Err(Objection::Bad));
         assert_eq!(ask(Method::OPTIONS, "*"), Err(Objection::Server));
         assert_eq!(ask(Method::GET, "*"), Err(Objection::Bad));
     }

@@ -167,6 +167,7 @@ pub(crate) mod tests {
         config::Upstream {
             name: Arc::from("up"),
             endpoints: vec![endpoint.parse().unwrap()],
+            off_limits: None,
             resolve_interval: Duration::from_secs(30),
             max_connection_age: Duration::from_secs(300),
             http2: false,

@@ -1,6 +1,6 @@
 #!/bin/sh
 # Runs every test. Installs what is missing first: redis-server, since the tests start private servers of their own; curl, the
-# clients of nghttp2, and Python with the SDKs of LLM providers (into target/sdk-venv), since the tests try clients as they are;
+# clients of nghttp2, libnss-wrapper, since names change in them, and Python with the SDKs of LLM providers (into target/sdk-venv), since the tests try clients as they are;
 # chromium, and Node with playwright-core (into target/page), since they look at the page as operators do; HAProxy, nginx and
 # promtool (into target), which read what the documentation and deploy/ have for them.
 set -eu
@@ -36,6 +36,11 @@ fi
 
 if ! command -v h2load >/dev/null || ! command -v nghttp >/dev/null; then
     install nghttp2-client "any"
+fi
+
+# Names that change, for one process alone: preloaded by those tests.
+if ! ls /usr/lib/*/libnss_wrapper.so >/dev/null 2>&1 && ! ls /usr/lib*/libnss_wrapper.so >/dev/null 2>&1; then
+    install libnss-wrapper "any"
 fi
 
 for balancer in haproxy nginx; do

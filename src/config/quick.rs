@@ -72,6 +72,11 @@ impl Config {
 
     /// Puts the admin listener elsewhere than the file says.
     pub fn with_admin_listen(mut self, admin_listen: AdminListen) -> Result<Self, ConfigError> {
+        let off_limits = match admin_listen {
+            AdminListen::Off => None,
+            AdminListen::At(listen) => Some(listen),
+        };
+        self.upstreams.iter_mut().for_each(|upstream| upstream.off_limits = off_limits);
         self.admin = match admin_listen {
             AdminListen::Off => None,
             AdminListen::At(listen) => {

@@ -246,6 +246,7 @@ fn upstream(
         name: Arc::from(name.get_ref().as_str()),
         tls: tls::upstream(&file.tls, is_https, folder)?,
         endpoints,
+        off_limits: Some(admin.listen),
         resolve_interval: positive(&file.resolve_interval, 30_000)?,
         max_connection_age: positive(&file.max_connection_age, 5 * 60_000)?,
         http2,

@@ -59,8 +59,12 @@ pub(crate) struct UpstreamConn {
 pub(super) type Stream = MaybeHttpsStream<TokioIo<Socket>>;
 
 /// TCP alone, below TLS, to one address whatever the name.
-#[derive(Clone)]
-struct Tcp(SocketAddr);
+#[derive(Clone, Copy)]
+pub(super) struct Tcp {
+    pub(super) addr: SocketAddr,
+    /// A listener of ours that no request may get to.
+    pub(super) off_limits: Option<SocketAddr>,
+}
 
 /// A socket that tells when it is dropped. The order of the fields is the order of events.
 pub(crate) struct Socket {
@@ -130,14 +134,9 @@ impl Drop for Closing {
 // === impl Connector ===
 
 impl Connector {
-    /// Connects to `addr`, and expects the certificate of `endpoint` there.
-    pub(super) fn new(
-        endpoint: Uri,
-        addr: SocketAddr,
-        timeout: Duration,
-        tls: Arc<ClientConfig>,
-    ) -> Self {
-        Self { https: HttpsConnector::from((Tcp(addr), tls)), endpoint, timeout }
+    /// Connects by `tcp`, and expects the certificate of `endpoint` there.
+    pub(super) fn new(endpoint: Uri, tcp: Tcp, timeout: Duration, tls: Arc<ClientConfig>) -> Self {
+        Self { https: HttpsConnector::from((tcp, tls)), endpoint, timeout }
     }
 
     pub(super) fn endpoint(&self) -> &Uri {
@@ -163,6 +162,19 @@ impl std::fmt::Debug for Connector {
     }
 }
 
+impl Tcp {
+    /// Whether this is a connection to where none may lead. Looked at behind it, since only then all names, spellings and
+    /// addresses that stand for others have become one.
+    fn is_off_limits(self, stream: &TcpStream) -> io::Result<bool> {
+        let Some(listener) = self.off_limits.filter(|at| at.port() == self.addr.port()) else {
+            return Ok(false);
+        };
+        let (at, peer) = (listener.ip().to_canonical(), stream.peer_addr()?.ip().to_canonical());
+        let is_here = peer.is_loopback() || peer == stream.local_addr()?.ip().to_canonical();
+        Ok(at == peer || (at.is_unspecified() && is_here))
+    }
+}
+
 impl Service<Uri> for Tcp {
     type Response = TokioIo<Socket>;
     type Error = BoxError;
@@ -173,9 +185,12 @@ impl Service<Uri> for Tcp {
     }
 
     fn call(&mut self, _: Uri) -> Self::Future {
-        let connecting = TcpStream::connect(self.0);
+        let tcp = *self;
         Box::pin(async move {
-            let stream = connecting.await?;
+            let stream = TcpStream::connect(tcp.addr).await?;
+            if tcp.is_off_limits(&stream)? {
+                return Err("it is the operators' listener".into());
+            }
             stream.set_nodelay(true)?;
             Ok(TokioIo::new(Socket { stream, closing: Closing(Arc::default()) }))
         })

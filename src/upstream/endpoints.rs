@@ -20,7 +20,7 @@ use tokio::{runtime::Handle, sync::watch, time::Instant};
 
 use super::{
     Pool,
-    connect::Connector,
+    connect::{Connector, Tcp},
     h2::{self, Trunks},
     health::{self, Standing},
     resolve::{self, Name},
@@ -35,6 +35,7 @@ pub(crate) struct Endpoints {
     /// The endpoint, where there is one and it can't change.
     only: Option<Arc<Endpoint>>,
     known: watch::Sender<Known>,
+    off_limits: Option<SocketAddr>,
     tls: Arc<ClientConfig>,
     http2: bool,
     ping_interval: Option<Duration>,
@@ -150,6 +151,7 @@ impl Endpoints {
             entries: config.endpoints.iter().map(entry).collect(),
             only: None,
             known: watch::Sender::default(),
+            off_limits: config.off_limits,
             tls: Arc::new(tls::config(is_tls, &config.tls, alpn)),
             http2: config.http2,
             ping_interval: config.ping_interval,
@@ -271,7 +273,8 @@ impl Endpoints {
     fn endpoint(&self, entry: usize, addr: SocketAddr) -> Arc<Endpoint> {
         let entry = Arc::clone(&self.entries[entry]);
         let uri = entry.uri.clone();
-        let connector = Connector::new(uri, addr, self.connect_timeout, Arc::clone(&self.tls));
+        let tcp = Tcp { addr, off_limits: self.off_limits };
+        let connector = Connector::new(uri, tcp, self.connect_timeout, Arc::clone(&self.tls));
         let way = match self.http2 {
             false => Way::H1(Pool::start(connector, self.max_connection_age)),
             true => Way::H2(Trunks::start(connector, self.max_connection_age, self.ping_interval)),

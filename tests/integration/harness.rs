@@ -19,7 +19,7 @@ mod self_test;
 mod upstream;
 
 pub(crate) use carrier::{Carrier, Shown, certificate, pieces, shake, trailers, whole};
-pub(crate) use client::{Answer, Client, H2, Raw, get};
+pub(crate) use client::{Answer, Client, Events, H2, Raw, get};
 pub(crate) use collector::{Collector, attribute};
 pub(crate) use h2_upstream::{First, H2Upstream, Settings};
 pub(crate) use proxy::{Conf, Proxy, Reload, config_file, one_limit, run_to_end, tidegate};

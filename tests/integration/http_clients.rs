@@ -19,8 +19,8 @@ use tokio::{
 };
 
 use crate::harness::{
-    Answer, Carrier, Client, Collector, Proxy, Raw, Upstream, eventually, get, one_limit, pieces,
-    unused_addr, whole, within,
+    Answer, Carrier, Client, Collector, Proxy, Raw, Reload, Upstream, eventually, get, one_limit,
+    pieces, unused_addr, whole, within,
 };
 
 #[tokio::test]
@@ -309,5 +309,34 @@ async fn j78_operators_paths_are_the_upstreams_on_the_public_port() {
             }
         }
         assert_eq!(upstream.total() - before, 8);
+    }
+}
+
+#[tokio::test]
+async fn j78_no_name_leads_to_the_operators_listener() {
+    let upstream = Upstream::spawn().await;
+    let conf = one_limit(&upstream, 1);
+    for carrier in Carrier::ALL {
+        let proxy = carrier.spawn(conf.clone()).await;
+        let port = proxy.admin().port();
+        let front =
+            |host: &str| carrier.front(conf.clone().endpoint(format!("http://{host}:{port}")));
+        // What can be seen in the file is refused there.
+        for host in ["127.0.0.1", "localhost", "LOCALHOST", "0.0.0.0", "[::ffff:127.0.0.1]", "[::]"]
+        {
+            let text = proxy.text(&front(host));
+            assert_eq!(proxy.sighup(&text).await, Reload::Refused, "{host}");
+        }
+        // What only the system knows is refused where it would be connected to.
+        for host in ["127.1", "0x7f000001", "2130706433", "0177.0.0.1"] {
+            let text = proxy.text(&front(host));
+            assert_eq!(proxy.sighup(&text).await, Reload::Applied, "{host}: {}", proxy.log());
+            let mut client = carrier.call(&proxy).await;
+            for path in ["/metrics", "/status", "/livez"] {
+                let answer = client.get(path, &[]).await;
+                let reason = answer.header("tidegate-reason");
+                assert_eq!((answer.status, reason), (502, "upstream_connect"), "{host}{path}");
+            }
+        }
     }
 }

@@ -222,6 +222,9 @@ async fn b14_one_host_and_a_clean_one_or_none() {
             "host: a/b\r\n",
             "host: x@a\r\n",
             "host: a b\r\n",
+            "host: [::1\r\n",
+            "host: a:b\r\n",
+            "host: %61\r\n",
         ] {
             let request = format!("GET /echo HTTP/1.1\r\nconnection: close\r\n{fields}\r\n");
             let answer = pair.say(request).await;
@@ -280,6 +283,19 @@ async fn b15_an_absolute_target_decides_about_the_host() {
 }
 
 #[tokio::test]
+async fn b15_a_host_that_is_no_url_is_no_target() {
+    for carrier in Carrier::HTTP1 {
+        let pair = Pair::new(carrier).await;
+        let answer = pair.say("GET a:80 HTTP/1.1\r\nhost: a\r\nconnection: close\r\n\r\n").await;
+        assert!(answer.starts_with("HTTP/1.1 400 "), "{answer}");
+        // Before HTTP/1.1 nobody had to say a host; the upstream is told that there is none.
+        let answer = pair.say("GET /headers HTTP/1.0\r\n\r\n").await;
+        assert!(answer.starts_with("HTTP/1.0 200 "), "{answer}");
+        assert_eq!(pair.upstream.total(), 1);
+    }
+}
+
+#[tokio::test]
 async fn b16_connect_goes_nowhere() {
     for carrier in Carrier::ALL {
         let pair = Pair::new(carrier).await;
@@ -293,6 +309,18 @@ async fn b16_connect_goes_nowhere() {
             assert!(answer.headers()["allow"].to_str().unwrap().starts_with("GET"));
         }
         assert_eq!(pair.upstream.total(), 0);
+    }
+}
+
+/// What the upstream echoes would be what we added, credentials among it.
+#[tokio::test]
+async fn b16_trace_goes_nowhere() {
+    for carrier in Carrier::ALL {
+        let pair = Pair::new(carrier).await;
+        let mut client = carrier.call(&pair.proxy).await;
+        let answer = client.ask(Method::TRACE, "/headers", &[], whole("")).await;
+        assert_eq!((answer.status, answer.header("tidegate-reason")), (405, "method_not_allowed"));
+        assert_eq!(pair.upstream.total(), 0, "{carrier:?}");
     }
 }
 

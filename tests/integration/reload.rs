@@ -9,8 +9,8 @@ use std::sync::{
 use tokio::task::JoinHandle;
 
 use crate::harness::{
-    Answer, Client, Proxy, Raw, Redis, Reload, Upstream, eventually, one_limit, run_to_end, signal,
-    within,
+    Answer, Client, H2Upstream, Proxy, Raw, Redis, Reload, Settings, Upstream, eventually,
+    one_limit, run_to_end, signal, unused_addr, within,
 };
 
 fn get(client: &Client, proxy: &Proxy, path: &'static str) -> JoinHandle<Answer> {
@@ -288,4 +288,81 @@ async fn what_the_process_as_a_whole_may_have_changes_too() {
     assert!(!late.is_finished());
     drop(only);
     assert_eq!(late.await.unwrap().status, 204);
+}
+
+#[tokio::test]
+async fn unchanged_upstreams_keep_their_connections_and_changed_ones_begin_anew() {
+    let (upstream, second) = (Upstream::spawn().await, Upstream::spawn().await);
+    let shared = H2Upstream::spawn(Settings::default()).await;
+    let route = |name: &str| {
+        format!("\n[[routes]]\npath = \"/{name}/\"\nstrip_prefix = true\nupstream = \"{name}\"\n")
+    };
+    let tail = format!(
+        "{}{}[upstreams.second]\nendpoints = [\"{}\"]\nlimits = [\"llm\"]\nlinger = \"1s\"\n\
+         [upstreams.shared]\nendpoints = [\"{}\"]\nhttp2 = true\n",
+        route("second"),
+        route("shared"),
+        second.url(),
+        shared.url(),
+    );
+    // With one slot a request finds the connection that the one before it gave back.
+    let conf = one_limit(&upstream, 1).route(tail);
+    let proxy = Proxy::spawn(&conf).await;
+    // Never idle for so long that they close.
+    let done = Arc::new(AtomicBool::new(false));
+    let busy = ["/status/200", "/second/status/200", "/shared/x"].map(|path| {
+        let (addr, done) = (proxy.addr(), Arc::clone(&done));
+        tokio::spawn(async move {
+            let client = Client::new();
+            while !done.load(Ordering::Relaxed) {
+                assert_eq!(client.get(addr, path).await.status, 200);
+            }
+        })
+    });
+    let more = async || {
+        let now = (upstream.total(), second.total(), shared.total());
+        upstream.wait_total(now.0 + 5).await;
+        second.wait_total(now.1 + 5).await;
+        eventually("more requests", async || shared.total() > now.2 + 5).await;
+        (upstream.connections(), second.connections(), shared.connections())
+    };
+    assert_eq!(more().await, (1, 1, 1));
+    // What all of them have to do with: slots, queues, fields, listeners.
+    let other = conf.clone().slots(2).slots(1).server("max_connections = 1000");
+    let text = proxy.text(&other);
+    let text = text.replace("[[routes]]", "[[routes]]\nresponse_headers = { set = { x = \"y\" } }");
+    assert_eq!(proxy.sighup(&text).await, Reload::Applied);
+    assert_eq!(more().await, (1, 1, 1));
+    assert_eq!(proxy.sighup(&text.replace("\"1s\"", "\"2s\"")).await, Reload::Applied);
+    assert_eq!(more().await, (1, 2, 1));
+    let ping = text.replace("http2 = true", "http2 = true\nping_interval = \"9s\"");
+    assert_eq!(proxy.sighup(&ping.replace("\"1s\"", "\"2s\"")).await, Reload::Applied);
+    assert_eq!(more().await, (1, 2, 2));
+    done.store(true, Ordering::Relaxed);
+    for client in busy {
+        client.await.unwrap();
+    }
+}
+
+#[tokio::test]
+async fn unchanged_upstreams_keep_what_is_known_of_their_health() {
+    let upstream = Upstream::spawn().await;
+    let nobody = unused_addr();
+    let conf = one_limit(&upstream, 1)
+        .endpoints([upstream.url(), format!("http://{nobody}")])
+        .upstream("ejection = { failures = 1, time = \"5m\" }");
+    let (proxy, client) = (Proxy::spawn(&conf).await, Client::new());
+    let sample = format!("tidegate_endpoint_up{{upstream=\"llm\",endpoint=\"http://{nobody}\"}}");
+    let is_up = async || proxy.metric(&sample).await == 1.0;
+    assert!(is_up().await);
+    eventually("it is out", async || {
+        assert_eq!(client.get(proxy.addr(), "/status/200").await.status, 200);
+        !is_up().await
+    })
+    .await;
+    let text = proxy.text(&conf.clone().slots(2));
+    assert_eq!(proxy.sighup(&text).await, Reload::Applied);
+    assert!(!is_up().await);
+    assert_eq!(proxy.sighup(&text.replace("\"5m\"", "\"4m\"")).await, Reload::Applied);
+    assert!(is_up().await);
 }

@@ -6,7 +6,7 @@ use bytes::Bytes;
 use http::Method;
 
 use crate::harness::{
-    Answer, Client, Conf, H2, Proxy, Raw, Redis, Upstream, eventually, one_limit,
+    Answer, Client, Conf, H2, Proxy, Raw, Redis, Reload, Upstream, eventually, one_limit,
 };
 
 const STALE: &str = "on_full = [{ stale = \"10m\" }]";
@@ -443,4 +443,17 @@ async fn every_reason_of_a_limit_leads_to_the_ladder() {
     degraded(&stage.send(Method::GET, "/say").await, "recovering");
     redis.kill9().await;
     degraded(&stage.send(Method::GET, "/say").await, "store_down");
+}
+
+#[tokio::test]
+async fn copies_begin_anew_with_a_configuration_that_is_read_again() {
+    let upstream = Upstream::spawn().await;
+    let conf = one_limit(&upstream, 1).queue("0").route(STALE);
+    let stage = Stage::with(upstream, &conf).await;
+    let path = "/say?bytes=3";
+    assert!(stage.again(path, "cache-control: max-age=60", &[]).await.is_some());
+    let text = stage.proxy.text(&conf.upstream("linger = \"1s\""));
+    assert_eq!(stage.proxy.sighup(&text).await, Reload::Applied);
+    assert!(stage.while_full(path, &[]).await.is_none());
+    assert!(stage.again(path, "cache-control: max-age=60", &[]).await.is_some());
 }

@@ -81,7 +81,7 @@ impl Carrier {
 
     /// A connection for bytes as they are.
     pub(crate) async fn raw(self, proxy: &Proxy) -> Raw {
-        Raw::on(self.wire(proxy.addr()).await)
+        Raw::on(self.wire(proxy.addr(), &SHOWN).await)
     }
 
     /// The same with a GET on its way.
@@ -93,7 +93,13 @@ impl Carrier {
 
     /// A connection for requests.
     pub(crate) async fn call(self, proxy: &Proxy) -> Caller {
-        let (tasks, stream) = (Tasks::default(), TokioIo::new(self.wire(proxy.addr()).await));
+        self.call_as(proxy, &SHOWN).await
+    }
+
+    /// The same where another certificate is to be shown.
+    pub(crate) async fn call_as(self, proxy: &Proxy, shown: &Shown) -> Caller {
+        let stream = TokioIo::new(self.wire(proxy.addr(), shown).await);
+        let tasks = Tasks::default();
         let sender = if self.is_http2() {
             let shaken = within("HTTP/2", http2::handshake(tasks.clone(), stream)).await;
             let (sender, connection) = shaken.unwrap();
@@ -107,10 +113,10 @@ impl Carrier {
         Caller { carrier: self, sender, tasks }
     }
 
-    async fn wire(self, addr: SocketAddr) -> Wire {
+    async fn wire(self, addr: SocketAddr, shown: &Shown) -> Wire {
         if self.is_secret() {
             let protocol = if self.is_http2() { "h2" } else { "http/1.1" };
-            let stream = shake(addr, &SHOWN, &TLS13, protocol).await.unwrap();
+            let stream = shake(addr, shown, &TLS13, protocol).await.unwrap();
             assert_eq!(stream.get_ref().1.alpn_protocol(), Some(protocol.as_bytes()));
             return Wire::Secret(Box::new(stream));
         }

@@ -3,7 +3,7 @@ use std::{
     net::SocketAddr,
     sync::{
         Arc, Mutex,
-        atomic::{AtomicU16, Ordering},
+        atomic::{AtomicU16, AtomicUsize, Ordering},
     },
     time::Duration,
 };
@@ -63,6 +63,8 @@ struct State {
     gates: Mutex<HashMap<String, Arc<Semaphore>>>,
     /// 0 for 200.
     health: AtomicU16,
+    /// How many were accepted.
+    connections: AtomicUsize,
 }
 
 impl Upstream {
@@ -80,6 +82,7 @@ impl Upstream {
             async move {
                 while let Ok((stream, _)) = listener.accept().await {
                     let state = Arc::clone(&state);
+                    state.connections.fetch_add(1, Ordering::Relaxed);
                     // An error is the peer's close, which is what the counting is about.
                     tokio::spawn(async move { connection(stream, &state).await.ok() });
                 }
@@ -111,6 +114,11 @@ impl Upstream {
             highest = std::mem::replace(&mut counts.highest, counts.current);
         });
         highest
+    }
+
+    /// How many connections came in since the start.
+    pub(crate) fn connections(&self) -> usize {
+        self.state.connections.load(Ordering::Relaxed)
     }
 
     pub(crate) fn total(&self) -> usize {
