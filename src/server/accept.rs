@@ -97,6 +97,7 @@ impl<H: Handler> Acceptor<H> {
     fn adopt_settings(&mut self) {
         let now = self.settings.borrow_and_update().clone();
         self.drain_timeout = now.drain_timeout;
+        self.server.retire();
         self.server = Arc::new(Server::new(Arc::clone(&self.handler), &now, &self.crowd));
         let before = std::mem::replace(&mut self.max_connections, now.max_connections);
         self.permits.add_permits(now.max_connections.saturating_sub(before));

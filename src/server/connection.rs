@@ -29,7 +29,6 @@ use tokio::{
     net::TcpStream,
     time::{self, Instant},
 };
-use tokio_rustls::TlsAcceptor;
 
 use super::{
     Handler, Refused,
@@ -41,7 +40,7 @@ use super::{
     front::{Front, Words},
     hangup,
     io::{Metered, Socket},
-    tls,
+    tls::{self, Tls},
     turned_away::{Notice, TurnedAway},
     watchdog::{CLOSING_TIME, Limits, REST_TIME, Verdict, Watchdog},
 };
@@ -69,7 +68,7 @@ pub(super) struct Server<H> {
     /// Who must say whose connection it is.
     announcers: Vec<IpNet>,
     notice: Notice,
-    tls: Option<TlsAcceptor>,
+    tls: Option<Tls>,
     http1: http1::Builder,
     http2: http2::Builder<TokioExecutor>,
 }
@@ -97,7 +96,7 @@ impl<H: Handler> Server<H> {
             let handler = Arc::clone(&handler);
             Arc::new(move |status, client: &ClientConn| handler.unreadable(status, client))
         };
-        let tls = settings.tls.as_ref().map(tls::acceptor);
+        let tls = settings.tls.as_ref().map(tls::front);
         Self {
             handler,
             words,
@@ -111,6 +110,11 @@ impl<H: Handler> Server<H> {
             http1,
             http2,
         }
+    }
+
+    /// New connections are another's.
+    pub(super) fn retire(&self) {
+        self.tls.iter().for_each(Tls::retire);
     }
 
     pub(super) fn is_secure(&self) -> bool {
@@ -175,13 +179,13 @@ impl<H: Handler> Server<H> {
 
     async fn shake(
         &self,
-        tls: &TlsAcceptor,
+        tls: &Tls,
         socket: Metered,
         deadline: Instant,
         stream: &Arc<TcpStream>,
         client: &Arc<ClientConn>,
     ) {
-        let shaken = while_new(client, tls.accept(socket));
+        let shaken = while_new(client, tls.acceptor.accept(socket));
         match time::timeout_at(deadline, shaken).await {
             Ok(Some(Ok(socket))) => self.greet(socket, deadline, stream, client).await,
             Ok(Some(Err(error))) => {

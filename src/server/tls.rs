@@ -12,7 +12,10 @@ use rustls::{
     sign::CertifiedKey,
     version::{TLS12, TLS13},
 };
-use tokio::time::{self, MissedTickBehavior};
+use tokio::{
+    task::AbortHandle,
+    time::{self, MissedTickBehavior},
+};
 use tokio_rustls::TlsAcceptor;
 
 use crate::config::{Identity, ServerTls, TlsVersion};
@@ -20,18 +23,31 @@ use crate::config::{Identity, ServerTls, TlsVersion};
 /// How often the files are looked at.
 const LOOK: Duration = Duration::from_secs(1);
 
+/// What makes a plain connection a secret one.
+pub(super) struct Tls {
+    pub(super) acceptor: TlsAcceptor,
+    watch: AbortHandle,
+}
+
 /// The certificate that is shown now.
 #[derive(Debug)]
 struct Shown(RwLock<Arc<CertifiedKey>>);
 
-/// What makes a plain connection a secret one. Inside the runtime.
-pub(super) fn acceptor(settings: &ServerTls) -> TlsAcceptor {
+impl Tls {
+    /// Looks at the files no longer. Connections that have shaken hands need none, and may live long.
+    pub(super) fn retire(&self) {
+        self.watch.abort();
+    }
+}
+
+/// Shows a certificate and watches its files. Inside the runtime.
+pub(super) fn front(settings: &ServerTls) -> Tls {
     let versions = match settings.min_version {
         TlsVersion::Tls12 => &[&TLS13, &TLS12][..],
         TlsVersion::Tls13 => &[&TLS13],
     };
     let shown = Arc::new(Shown(RwLock::new(settings.identity.certified())));
-    tokio::spawn(watch(settings.identity.clone(), Arc::downgrade(&shown)));
+    let watch = tokio::spawn(watch(settings.identity.clone(), Arc::downgrade(&shown)));
     let mut config = ServerConfig::builder_with_provider(Arc::new(aws_lc_rs::default_provider()))
         .with_protocol_versions(versions)
         .expect("the provider knows both versions")
@@ -42,7 +58,7 @@ pub(super) fn acceptor(settings: &ServerTls) -> TlsAcceptor {
         Ok(ticketer) => config.ticketer = ticketer,
         Err(error) => tracing::warn!(%error, "TLS sessions are resumed from memory alone"),
     }
-    TlsAcceptor::from(Arc::new(config))
+    Tls { acceptor: TlsAcceptor::from(Arc::new(config)), watch: watch.abort_handle() }
 }
 
 /// Reads the files again when they changed. What can't be used changes nothing.

@@ -352,7 +352,7 @@ async fn unchanged_upstreams_keep_what_is_known_of_their_health() {
         .endpoints([upstream.url(), format!("http://{nobody}")])
         .upstream("ejection = { failures = 1, time = \"5m\" }");
     let (proxy, client) = (Proxy::spawn(&conf).await, Client::new());
-    let sample = format!("tidegate_endpoint_up{{upstream=\"llm\",endpoint=\"http://{nobody}\"}}");
+    let sample = format!("tidegate_endpoint_up{{upstream=\"llm\",endpoint=\"{nobody}\"}}");
     let is_up = async || proxy.metric(&sample).await == 1.0;
     assert!(is_up().await);
     eventually("it is out", async || {
