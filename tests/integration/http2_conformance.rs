@@ -14,8 +14,9 @@ use tokio::{
     process::Command,
 };
 
-use crate::harness::{Proxy, Upstream, one_limit, within};
+use crate::harness::{Carrier, Proxy, Upstream, one_limit, within};
 
+const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
 const DATA: u8 = 0;
 const HEADERS: u8 = 1;
 const PRIORITY: u8 = 2;
@@ -198,7 +199,7 @@ struct Reaction {
 
 async fn react(addr: SocketAddr, bytes: &[u8]) -> Reaction {
     let mut stream = TcpStream::connect(addr).await.unwrap();
-    let start = [&b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"[..], &frame(SETTINGS, 0, 0, b"")].concat();
+    let start = [PREFACE, &frame(SETTINGS, 0, 0, b"")].concat();
     let ping = frame(PING, 0, 0, b"tidegate");
     let all = [&start[..], bytes, &ping].concat();
     // It may close before all is written.
@@ -271,6 +272,26 @@ async fn what_is_forbidden_is_taken_as_plain_hyper_takes_it() {
     }
     assert!(differences.is_empty(), "{differences:#?}");
     assert!(objections > 45, "only {objections} were objected to");
+}
+
+#[tokio::test]
+async fn b14_a_request_that_names_no_host_is_refused_in_our_own_words() {
+    let upstream = Upstream::spawn().await;
+    for carrier in Carrier::HTTP2 {
+        let proxy = carrier.spawn(one_limit(&upstream, 1)).await;
+        for (fields_of, reason) in [
+            (&GET[..3], "bad_request"),
+            (&[(":method", "GET"), (":scheme", "http"), (":path", "*"), GET[3]], "bad_request"),
+            (&[(":method", "TRACE"), GET[1], GET[2], GET[3]], "method_not_allowed"),
+        ] {
+            let mut client = carrier.raw(&proxy).await;
+            client.write(PREFACE).await.unwrap();
+            client.write(frame(SETTINGS, 0, 0, b"")).await.unwrap();
+            client.write(frame(HEADERS, BOTH, 1, &fields(fields_of))).await.unwrap();
+            client.read_until(&format!("\"reason\":\"{reason}\"")).await;
+        }
+    }
+    assert_eq!(upstream.total(), 0);
 }
 
 #[tokio::test]

@@ -279,11 +279,13 @@ async fn no_secret_is_told(carrier: Carrier, upstream: &Upstream) {
         let text = format!("{:?} {}", answer.headers, String::from_utf8_lossy(&answer.body));
         assert!(!SECRETS.iter().any(|secret| text.contains(secret)), "{text}");
     }
-    let metrics = Client::new().get(proxy.admin(), "/metrics").await;
     // Two that were admitted or tried to, one that was refused as it is, and one that was refused full.
     collector.wait_spans(6).await;
     eventually("each has its line", async || proxy.log().matches("\"end\":").count() >= 3).await;
-    let mut told = proxy.log() + &String::from_utf8_lossy(&metrics.body);
+    let mut told = proxy.log();
+    for path in ["/metrics", "/status", "/limits/llm/holders", "/limits/llm"] {
+        told += &String::from_utf8_lossy(&Client::new().get(proxy.admin(), path).await.body);
+    }
     for (_, spans) in collector.calls() {
         told += &String::from_utf8_lossy(&spans);
     }

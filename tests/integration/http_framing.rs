@@ -145,6 +145,49 @@ async fn a04_a_bad_chunk_is_the_clients_fault() {
 }
 
 #[tokio::test]
+async fn a04_what_clients_break_is_no_failure_of_the_upstream() {
+    for carrier in Carrier::ALL {
+        let lines = "ejection = { failures = 1, time = \"5m\", share = 1.0 }";
+        let pair = Pair::with(carrier, |conf| conf.upstream(lines)).await;
+        // Read before it may have a slot, and streamed.
+        for length in ["9", "100000"] {
+            if carrier.is_http2() {
+                let mut client = carrier.call(&pair.proxy).await;
+                let short = pieces([Frame::data("one".into())], true);
+                let request = client.request(Method::POST, "a", "/echo");
+                let request = request.header("content-length", length).body(short).unwrap();
+                client.send(request).await.expect_err("a stream that is reset");
+            } else {
+                let head = post("transfer-encoding: chunked", "3\r\none\r\n");
+                for chunk in ["0x4\r\nabcd\r\n", "4\r\nabcdXX"] {
+                    let answer = pair.say(format!("{head}{chunk}")).await;
+                    assert!(answer.starts_with("HTTP/1.1 400 "), "{answer}");
+                    assert!(answer.contains("\"reason\":\"bad_request\""), "{answer}");
+                }
+            }
+            // And those who leave in the middle of it.
+            let mut client = carrier.call(&pair.proxy).await;
+            let before = pair.upstream.total();
+            let body = pieces([Frame::data("one".into())], false);
+            tokio::select! {
+                _ = client.open(Method::POST, "/echo", &[], body) => panic!("an answer"),
+                () = pair.upstream.wait_total(before + 1) => {}
+            }
+            drop(client);
+            pair.upstream.wait_current(0).await;
+        }
+        let endpoint = format!("{{upstream=\"llm\",endpoint=\"{}\"}}", pair.upstream.addr());
+        let metric = async |name: &str| {
+            pair.proxy.metric(&format!("tidegate_endpoint_{name}{endpoint}")).await
+        };
+        assert_eq!((metric("up").await, metric("ejections_total").await), (1.0, 0.0));
+        // What is the upstream's failure counts at once.
+        carrier.call(&pair.proxy).await.get("/reset", &[]).await;
+        assert_eq!((metric("up").await, metric("ejections_total").await), (0.0, 1.0));
+    }
+}
+
+#[tokio::test]
 async fn a05_a_chunk_extension_is_dropped() {
     for carrier in Carrier::HTTP1 {
         let pair = Pair::new(carrier).await;
@@ -248,6 +291,12 @@ async fn b14_one_host_and_a_clean_one_or_none() {
         for hosts in [["a", "a"], ["a", "b"]] {
             let answer = client.get("/headers", &hosts.map(|host| ("host", host))).await;
             assert_eq!((answer.status, answer.header("tidegate-reason")), (400, "bad_request"));
+            assert_eq!(answer.header("content-type"), "application/problem+json");
+            let problem: serde_json::Value = serde_json::from_slice(&answer.body).unwrap();
+            assert_eq!(
+                (&problem["status"], &problem["reason"]),
+                (&400.into(), &"bad_request".into())
+            );
         }
         assert_eq!(pair.upstream.total(), 5);
     }
