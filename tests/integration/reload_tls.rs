@@ -91,7 +91,8 @@ async fn j74_new_handshakes_see_what_changed_and_streams_go_on() {
         let before = lines();
         proxy.replace("cert.pem", "no certificate");
         proxy.replace("key3.pem", &first.signing_key.serialize_pem());
-        eventually("it is noticed", async || lines() > before).await;
+        let said = "\"error\":\"the key must be the key of the certificate";
+        eventually("it is noticed", async || proxy.log().contains(said)).await;
         assert!(is_shown(&proxy, &third).await);
         // By the time that the good key is seen, the old files would have been looked at too.
         let read = || proxy.log().matches("was read again").count();
@@ -99,7 +100,6 @@ async fn j74_new_handshakes_see_what_changed_and_streams_go_on() {
         put(&proxy, "cert3.pem", "key3.pem", &third);
         eventually("the good one is read", async || read() > before_read).await;
         let log = proxy.log();
-        assert!(log.contains("the certificate for clients stays as it was"), "{log}");
         assert_eq!(lines(), before + 1, "{log}");
 
         assert_eq!(goes_on().await, None, "the end of the stream");
