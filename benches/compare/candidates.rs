@@ -1,8 +1,10 @@
 //! What is compared, and how each is started.
 
+use std::fs;
+
 use crate::{
     Result,
-    children::{Cpus, DIR, Proc, fill, free_port},
+    children::{Cpus, DIR, Proc, descriptors, fill, free_port},
 };
 
 /// One column of the comparison.
@@ -35,8 +37,61 @@ pub(crate) struct Setup {
     pub(crate) haproxy_threads: usize,
     /// HAProxy's own queue.
     pub(crate) haproxy_queue: bool,
+    pub(crate) front: Front,
     pub(crate) upstream: u16,
     pub(crate) redis: u16,
+}
+
+impl Setup {
+    /// One thread, plain HTTP, and no queue but Tidegate's.
+    pub(crate) fn new(cpus: Cpus, slots: usize, upstream: u16, redis: u16) -> Self {
+        Self {
+            cpus,
+            slots,
+            queue: 100_000,
+            haproxy_threads: 1,
+            haproxy_queue: false,
+            front: Front::Http,
+            upstream,
+            redis,
+        }
+    }
+}
+
+/// What clients speak to a candidate.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Front {
+    Http,
+    /// TLS 1.3; HTTP/2 for those who offer it.
+    Tls,
+    /// HTTP/2 without TLS, for those who know.
+    H2c,
+}
+
+impl Front {
+    /// What each candidate's configuration calls it: HAProxy's `bind`, nginx' `listen`, nginx' and Tidegate's certificate.
+    fn values(self) -> [(&'static str, &'static str); 4] {
+        let [bind, listen, nginx_tls, tls] = match self {
+            Self::Http => [""; 4],
+            Self::H2c => ["proto h2", "http2", "", ""],
+            Self::Tls => [
+                "ssl crt @DIR@/../both.pem ssl-min-ver TLSv1.3 alpn h2,http/1.1",
+                "ssl http2",
+                "ssl_certificate @DIR@/../both.pem; ssl_certificate_key @DIR@/../both.pem; ssl_protocols TLSv1.3;",
+                r#"tls = { cert = "@DIR@/../cert.pem", key = "@DIR@/../key.pem", min_version = "1.3" }"#,
+            ],
+        };
+        [("BIND", bind), ("SPEAK", listen), ("NGINX_TLS", nginx_tls), ("TLS", tls)]
+    }
+}
+
+/// Writes a certificate for everyone who speaks TLS.
+pub(crate) fn make_certificate() -> Result<()> {
+    let made = rcgen::generate_simple_self_signed(["localhost".to_owned()])?;
+    let (cert, key) = (made.cert.pem(), made.signing_key.serialize_pem());
+    fs::write(format!("{DIR}/both.pem"), format!("{cert}{key}"))?;
+    fs::write(format!("{DIR}/cert.pem"), cert)?;
+    Ok(fs::write(format!("{DIR}/key.pem"), key)?)
 }
 
 impl Candidate {
@@ -77,7 +132,7 @@ impl Candidate {
         let threads = setup.haproxy_threads.to_string();
         let (listen, admin, slots) =
             (port.to_string(), free_port()?.to_string(), setup.slots.to_string());
-        let queue = setup.queue.to_string();
+        let (queue, nofile) = (setup.queue.to_string(), descriptors().to_string());
         let (upstream, redis) = (setup.upstream.to_string(), setup.redis.to_string());
         let store = if self == Self::Redis {
             format!("redis://127.0.0.1:{redis}")
@@ -91,11 +146,13 @@ impl Candidate {
             ("REDIS", &redis),
             ("SLOTS", &slots),
             ("QUEUE", &queue),
+            ("NOFILE", &nofile),
             ("STORE", &store),
             ("THREADS", &threads),
             ("LIMIT", if setup.haproxy_queue { "maxconn 10" } else { "" }),
             ("LIMITS", if self == Self::NoLimit { "[]" } else { r#"["bench"]"# }),
         ];
+        let values: Vec<_> = setup.front.values().into_iter().chain(values).collect();
         let write = |file: &str, template: &str| fill(&name, file, template, &values);
         let command = match self {
             Self::Direct => return Err("direct is no process".into()),

@@ -39,6 +39,13 @@ impl Cpus {
             Self::Any => format!("0-{last}"),
         }
     }
+
+    /// Moves this process itself there, for a load that it makes on its own.
+    pub(crate) fn take(self) -> Result<()> {
+        let pid = std::process::id().to_string();
+        let moved = Command::new("taskset").args(["-acp", &self.list(), &pid]).output()?;
+        moved.status.success().then_some(()).ok_or_else(|| "taskset failed".into())
+    }
 }
 
 /// A running process, listening on `port`.
@@ -95,9 +102,18 @@ impl Proc {
 
     /// Resident KiB. What processes share is counted once (Pss).
     pub(crate) fn memory(&self) -> f64 {
+        self.kib("Pss:")
+    }
+
+    /// Resident KiB that no file is behind.
+    pub(crate) fn anonymous(&self) -> f64 {
+        self.kib("Anonymous:")
+    }
+
+    fn kib(&self, what: &str) -> f64 {
         let kib = |pid| {
             let maps = fs::read_to_string(format!("/proc/{pid}/smaps_rollup")).unwrap_or_default();
-            let line = maps.lines().find_map(|line| line.strip_prefix("Pss:"));
+            let line = maps.lines().find_map(|line| line.strip_prefix(what));
             line.and_then(|line| line.split_whitespace().next()?.parse::<f64>().ok()).unwrap_or(0.0)
         };
         self.pids().into_iter().map(kib).sum()
@@ -139,6 +155,13 @@ pub(crate) fn machine_and_own_cpu() -> (f64, f64) {
     (ticks.sum::<f64>() / TICKS_PER_SECOND, cpu("self", 4))
 }
 
+/// How many files a process may open here.
+pub(crate) fn descriptors() -> usize {
+    let limits = fs::read_to_string("/proc/self/limits").unwrap_or_default();
+    let line = limits.lines().find_map(|line| line.strip_prefix("Max open files"));
+    line.and_then(|line| line.split_whitespace().next()?.parse().ok()).unwrap_or(1024)
+}
+
 /// A port that nobody listens on.
 pub(crate) fn free_port() -> Result<u16> {
     Ok(TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?.local_addr()?.port())
@@ -154,10 +177,11 @@ pub(crate) fn fill(
     let dir = PathBuf::from(DIR).join(name);
     fs::create_dir_all(&dir)?;
     let dir_name = dir.display().to_string();
-    let mut text = template.replace("@DIR@", &dir_name);
+    let mut text = template.to_owned();
     for (key, value) in values {
         text = text.replace(&format!("@{key}@"), value);
     }
+    let text = text.replace("@DIR@", &dir_name);
     let path = dir.join(file);
     fs::write(&path, text)?;
     Ok(path.display().to_string())

@@ -50,13 +50,9 @@ pub(crate) async fn section(run: &mut Run) -> Result<()> {
     for candidate in CANDIDATES {
         let upstream = crate::upstream::HoldUpstream::start()?;
         let setup = Setup {
-            cpus: Cpus::Any,
-            slots: SLOTS,
-            queue: 100_000,
             haproxy_threads: 2,
             haproxy_queue: true,
-            upstream: upstream.addr.port(),
-            redis: redis.port,
+            ..Setup::new(Cpus::Any, SLOTS, upstream.addr.port(), redis.port)
         };
         match start_instances(candidate, &setup).await {
             Ok(procs) => started.push((candidate, upstream, procs)),
@@ -103,15 +99,7 @@ async fn three_instances(run: &mut Run, redis: u16) -> Result<()> {
     const SLOTS: usize = 6;
     const CLIENTS: usize = 200;
     let upstream = crate::upstream::HoldUpstream::start()?;
-    let setup = Setup {
-        cpus: Cpus::Any,
-        slots: SLOTS,
-        queue: 100_000,
-        haproxy_threads: 1,
-        haproxy_queue: false,
-        upstream: upstream.addr.port(),
-        redis,
-    };
+    let setup = Setup::new(Cpus::Any, SLOTS, upstream.addr.port(), redis);
     let mut procs = Vec::new();
     for number in 3..6 {
         procs.push(Candidate::Redis.start(&setup, number).await?);

@@ -21,13 +21,15 @@ use report::{Disturbance, Report, figure};
 
 mod candidates;
 mod children;
+mod connections;
 mod handover;
 mod load;
-mod memory;
 mod refusal;
 mod report;
+mod serve;
 mod throughput;
 mod upstream;
+mod waiters;
 
 type Error = Box<dyn std::error::Error + Send + Sync>;
 type Result<T> = std::result::Result<T, Error>;
@@ -37,6 +39,8 @@ type Result<T> = std::result::Result<T, Error>;
 struct Run {
     rounds: usize,
     seconds: u64,
+    /// Whether this is only to see that everything works.
+    short: bool,
     report: Report,
     marks: Vec<Mark>,
     failures: Vec<String>,
@@ -57,6 +61,11 @@ enum Bound {
 }
 
 impl Run {
+    /// So many, or a tenth in a short run.
+    fn at_most(&self, count: usize) -> usize {
+        if self.short { count / 10 } else { count }
+    }
+
     fn mark(&mut self, name: impl Into<String>, ratio: f64, bound: Bound) {
         self.marks.push(Mark { name: name.into(), ratio, bound });
     }
@@ -95,14 +104,53 @@ impl Run {
     }
 }
 
+/// A part of the comparison, which starts its own processes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Section {
+    Throughput,
+    Handover,
+    Connections,
+    Waiters,
+    Refusal,
+}
+
+impl Section {
+    const ALL: [Self; 5] =
+        [Self::Throughput, Self::Handover, Self::Connections, Self::Waiters, Self::Refusal];
+
+    fn name(self) -> &'static str {
+        match self {
+            Self::Throughput => "throughput",
+            Self::Handover => "handover",
+            Self::Connections => "connections",
+            Self::Waiters => "waiters",
+            Self::Refusal => "refusal",
+        }
+    }
+
+    fn named(name: &str) -> Result<Self> {
+        let found = Self::ALL.into_iter().find(|section| section.name() == name);
+        found.ok_or_else(|| format!("BENCH_ONLY names no section: {name}").into())
+    }
+
+    async fn measure(self, run: &mut Run) -> Result<()> {
+        match self {
+            Self::Throughput => throughput::section(run).await,
+            Self::Handover => handover::section(run).await,
+            Self::Connections => connections::section(run).await,
+            Self::Waiters => waiters::section(run).await,
+            Self::Refusal => refusal::section(run).await,
+        }
+    }
+}
+
 #[tokio::main(flavor = "current_thread")]
 async fn main() -> ExitCode {
     let args: Vec<String> = env::args().collect();
     let done = match args.get(1..) {
-        Some([role, port]) if role == "upstream" => match port.parse() {
-            Ok(port) => upstream::serve_fast(port).await.map(|()| true),
-            Err(error) => Err(Error::from(error)),
-        },
+        Some([role, kind, port]) if role == "upstream" => {
+            serve::serve(kind, port).await.map(|()| true)
+        }
         _ => compare().await,
     };
     match done {
@@ -122,27 +170,23 @@ async fn compare() -> Result<bool> {
     let mut run = Run {
         rounds: usize::try_from(number("BENCH_ROUNDS", 3)?)?,
         seconds: number("BENCH_SECONDS", 2)?,
+        short: env::var_os("BENCH_SHORT").is_some(),
         report: Report::default(),
         marks: Vec::new(),
         failures: Vec::new(),
     };
     let only = env::var("BENCH_ONLY").unwrap_or_default();
-    let wanted = |section: &str| only.is_empty() || only == section;
+    let only = only.split(',').filter(|name| !name.is_empty()).map(Section::named);
+    let only = only.collect::<Result<Vec<_>>>()?;
 
+    candidates::make_certificate()?;
     run.report.heading("Machine");
     run.report.list(&report::machine());
     let disturbance = Disturbance::watch();
-    if wanted("throughput") {
-        throughput::section(&mut run).await?;
-    }
-    if wanted("handover") {
-        handover::section(&mut run).await?;
-    }
-    if wanted("memory") {
-        memory::section(&mut run).await?;
-    }
-    if wanted("refusal") {
-        refusal::section(&mut run).await?;
+    for section in
+        Section::ALL.into_iter().filter(|section| only.is_empty() || only.contains(section))
+    {
+        section.measure(&mut run).await?;
     }
     run.show_marks();
     let others = disturbance.percent();

@@ -79,15 +79,8 @@ impl Storm {
 
 async fn measure(candidate: Candidate) -> Result<Storm> {
     let (redis, upstream) = (start_redis(Cpus::Any).await?, HoldUpstream::start()?);
-    let setup = Setup {
-        cpus: Cpus::Any,
-        slots: SLOTS,
-        queue: QUEUE,
-        haproxy_threads: 1,
-        haproxy_queue: false,
-        upstream: upstream.addr.port(),
-        redis: redis.port,
-    };
+    let setup =
+        Setup { queue: QUEUE, ..Setup::new(Cpus::Any, SLOTS, upstream.addr.port(), redis.port) };
     let proxy = candidate.start(&setup, 1).await?;
     let addr = SocketAddr::from((Ipv4Addr::LOCALHOST, proxy.port));
     // So that there is a hold time to reckon with.

@@ -5,9 +5,10 @@ use std::time::Duration;
 use crate::{
     Bound, Candidate, Result, Run,
     candidates::{Setup, start_redis},
-    children::{Cpus, Proc, free_port},
+    children::Cpus,
     load::wrk,
     report::{Disturbance, figure, median},
+    serve::Kind,
 };
 
 const CONNECTIONS: [usize; 3] = [1, 32, 256];
@@ -32,20 +33,8 @@ struct Sample {
 pub(crate) async fn section(run: &mut Run) -> Result<()> {
     let disturbance = Disturbance::watch();
     let redis = start_redis(Cpus::Rest).await?;
-    let port = free_port()?;
-    let this = std::env::current_exe()?.display().to_string();
-    let upstream =
-        Proc::start("upstream", port, Cpus::Rest, &[this, "upstream".into(), port.to_string()])
-            .await?;
-    let setup = Setup {
-        cpus: Cpus::Proxy,
-        slots: 1000,
-        queue: 100_000,
-        haproxy_threads: 1,
-        haproxy_queue: false,
-        upstream: upstream.port,
-        redis: redis.port,
-    };
+    let upstream = Kind::Fast.start(Cpus::Rest).await?;
+    let setup = Setup::new(Cpus::Proxy, 1000, upstream.port, redis.port);
     let mut procs = Vec::new();
     for candidate in Candidate::ALL {
         if candidate == Candidate::Direct {

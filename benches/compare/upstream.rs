@@ -1,4 +1,4 @@
-//! The two upstreams: one that answers at once and costs next to nothing, and one that holds.
+//! The upstream that holds, inside this process; those in processes of their own are in `serve`.
 
 use std::{
     io::{Read, Write},
@@ -11,39 +11,15 @@ use std::{
     time::Duration,
 };
 
-use tokio::io::{AsyncReadExt, AsyncWriteExt};
-
 use crate::Result;
 
-/// What the fast upstream answers: 1 KB of body.
-fn answer(body: usize) -> Vec<u8> {
+/// An answer with a body of this length.
+pub(crate) fn answer(body: usize) -> Vec<u8> {
     let mut answer =
         format!("HTTP/1.1 200 OK\r\nContent-Type: text/plain\r\nContent-Length: {body}\r\n\r\n")
             .into_bytes();
     answer.resize(answer.len() + body, b'x');
     answer
-}
-
-/// Answers every request at once, on one thread, until the process is killed.
-///
-/// It looks for the end of the head and for nothing else: GET without a body is all it is sent.
-pub(crate) async fn serve_fast(port: u16) -> Result<()> {
-    let listener = tokio::net::TcpListener::bind((Ipv4Addr::LOCALHOST, port)).await?;
-    loop {
-        let (mut stream, _) = listener.accept().await?;
-        stream.set_nodelay(true)?;
-        tokio::spawn(async move {
-            let (answer, mut head) = (answer(1024), Vec::with_capacity(4096));
-            while stream.read_buf(&mut head).await.is_ok_and(|n| n > 0) {
-                if head.ends_with(b"\r\n\r\n") {
-                    head.clear();
-                    if stream.write_all(&answer).await.is_err() {
-                        break;
-                    }
-                }
-            }
-        });
-    }
 }
 
 /// An upstream that holds every request as long as its path says (`/20` = 20 ms) and counts.
