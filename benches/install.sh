@@ -3,7 +3,7 @@
 set -eu
 
 missing=""
-for package in nginx libnginx-mod-http-lua haproxy redis-server wrk; do
+for package in nginx libnginx-mod-http-lua haproxy redis-server wrk nghttp2-client; do
     dpkg-query -W -f '${Status}' "$package" 2>/dev/null | grep -q '^install ok installed' || missing="$missing $package"
 done
 [ -z "$missing" ] && exit 0

@@ -27,14 +27,10 @@ pub(crate) struct Throughput {
 }
 
 /// Runs wrk with one thread on every CPU but the proxy's.
-pub(crate) async fn wrk(port: u16, connections: usize, seconds: u64) -> Result<Throughput> {
+pub(crate) async fn wrk(url: &str, connections: usize, seconds: u64) -> Result<Throughput> {
     let output = Command::new("taskset")
         .args(["-c", &Cpus::Rest.list(), "wrk", "-t1", "--latency", "--timeout", "10s"])
-        .args([
-            format!("-c{connections}"),
-            format!("-d{seconds}s"),
-            format!("http://127.0.0.1:{port}/"),
-        ])
+        .args([&format!("-c{connections}"), &format!("-d{seconds}s"), url])
         .stdin(Stdio::null())
         .kill_on_drop(true)
         .output()
@@ -59,6 +55,44 @@ pub(crate) async fn wrk(port: u16, connections: usize, seconds: u64) -> Result<T
         p50_ms: percentile("50%").and_then(millis).ok_or_else(failed)?,
         p99_ms: percentile("99%").and_then(millis).ok_or_else(failed)?,
         errors: socket_errors + after("Non-2xx or 3xx responses:").map_or(Ok(0.0), str::parse)?,
+    })
+}
+
+/// Runs h2load with one thread on every CPU but the proxy's, and so many requests at a time on each connection.
+/// It tells no quantiles: the mean stands for p50.
+pub(crate) async fn h2load(
+    url: &str,
+    connections: usize,
+    streams: usize,
+    seconds: u64,
+) -> Result<Throughput> {
+    let output = Command::new("taskset")
+        .args(["-c", &Cpus::Rest.list(), "h2load", "-t1"])
+        .args([format!("-c{connections}"), format!("-m{streams}"), format!("-D{seconds}")])
+        .arg(url)
+        .stdin(Stdio::null())
+        .kill_on_drop(true)
+        .output()
+        .await?;
+    let text = String::from_utf8_lossy(&output.stdout);
+    let line = |label: &str| text.lines().find_map(|line| line.strip_prefix(label));
+    let failed = || format!("h2load said: {text}");
+    let before = |line: &str, word: &str| {
+        let word = line.split(',').find_map(|part| part.trim().strip_suffix(word)).map(str::trim);
+        word.and_then(|number| number.parse::<f64>().ok())
+    };
+    let requests = line("requests:").ok_or_else(failed)?;
+    let [good, not_good, errored] =
+        [" succeeded", " failed", " errored"].map(|word| before(requests, word).ok_or_else(failed));
+    let mean = line("time for request:").and_then(|line| line.split_whitespace().nth(2));
+    Ok(Throughput {
+        requests: good?,
+        per_second: line("finished in ")
+            .and_then(|line| before(line, " req/s"))
+            .ok_or_else(failed)?,
+        p50_ms: mean.and_then(millis).ok_or_else(failed)?,
+        p99_ms: f64::NAN,
+        errors: not_good? + errored?,
     })
 }
 

@@ -24,6 +24,7 @@ mod children;
 mod connections;
 mod handover;
 mod load;
+mod protocols;
 mod refusal;
 mod report;
 mod serve;
@@ -108,6 +109,8 @@ impl Run {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Section {
     Throughput,
+    Tls,
+    Http2,
     Handover,
     Connections,
     Waiters,
@@ -115,12 +118,21 @@ enum Section {
 }
 
 impl Section {
-    const ALL: [Self; 5] =
-        [Self::Throughput, Self::Handover, Self::Connections, Self::Waiters, Self::Refusal];
+    const ALL: [Self; 7] = [
+        Self::Throughput,
+        Self::Tls,
+        Self::Http2,
+        Self::Handover,
+        Self::Connections,
+        Self::Waiters,
+        Self::Refusal,
+    ];
 
     fn name(self) -> &'static str {
         match self {
             Self::Throughput => "throughput",
+            Self::Tls => "tls",
+            Self::Http2 => "http2",
             Self::Handover => "handover",
             Self::Connections => "connections",
             Self::Waiters => "waiters",
@@ -136,6 +148,8 @@ impl Section {
     async fn measure(self, run: &mut Run) -> Result<()> {
         match self {
             Self::Throughput => throughput::section(run).await,
+            Self::Tls => protocols::tls(run).await,
+            Self::Http2 => protocols::http2(run).await,
             Self::Handover => handover::section(run).await,
             Self::Connections => connections::section(run).await,
             Self::Waiters => waiters::section(run).await,

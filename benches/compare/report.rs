@@ -130,6 +130,7 @@ pub(crate) fn machine() -> Vec<(&'static str, String)> {
         ("nginx Lua module", "dpkg-query -W libnginx-mod-http-lua".to_owned()),
         ("Redis", "redis-server --version".to_owned()),
         ("wrk", "wrk --version".to_owned()),
+        ("h2load", "h2load --version".to_owned()),
     ];
     let mut items = vec![
         ("CPU", format!("{cpus} x {}", read("/proc/cpuinfo", "model name"))),

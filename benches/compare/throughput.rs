@@ -59,12 +59,13 @@ pub(crate) async fn section(run: &mut Run) -> Result<()> {
                     run.rounds,
                     candidate.name()
                 );
+                let url = format!("http://127.0.0.1:{}/", proc.port);
                 if round == 0 {
-                    wrk(proc.port, connections, 1).await?;
+                    wrk(&url, connections, 1).await?;
                 }
                 let (cpu, redis_cpu, start) =
                     (proc.cpu(), redis.cpu(), tokio::time::Instant::now());
-                let load = wrk(proc.port, connections, run.seconds).await?;
+                let load = wrk(&url, connections, run.seconds).await?;
                 let (cpu, redis_cpu, wall) =
                     (proc.cpu() - cpu, redis.cpu() - redis_cpu, start.elapsed().as_secs_f64());
                 if load.errors > 0.0 {
