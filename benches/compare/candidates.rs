@@ -37,6 +37,8 @@ pub(crate) struct Setup {
     pub(crate) haproxy_threads: usize,
     /// HAProxy's own queue.
     pub(crate) haproxy_queue: bool,
+    /// HAProxy is told to keep no small piece back; by default it waits up to 200 ms for more.
+    pub(crate) haproxy_no_delay: bool,
     pub(crate) front: Front,
     pub(crate) upstream: u16,
     pub(crate) redis: u16,
@@ -51,6 +53,7 @@ impl Setup {
             queue: 100_000,
             haproxy_threads: 1,
             haproxy_queue: false,
+            haproxy_no_delay: false,
             front: Front::Http,
             upstream,
             redis,
@@ -150,6 +153,7 @@ impl Candidate {
             ("STORE", &store),
             ("THREADS", &threads),
             ("LIMIT", if setup.haproxy_queue { "maxconn 10" } else { "" }),
+            ("EVENTS", if setup.haproxy_no_delay { "option http-no-delay" } else { "" }),
             ("LIMITS", if self == Self::NoLimit { "[]" } else { r#"["bench"]"# }),
         ];
         let values: Vec<_> = setup.front.values().into_iter().chain(values).collect();

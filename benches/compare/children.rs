@@ -3,8 +3,10 @@
 use std::{
     fs::{self, File},
     net::{Ipv4Addr, TcpListener},
+    num::NonZero,
     path::PathBuf,
     process::{Child, Command, Stdio},
+    sync::LazyLock,
     thread,
     time::Duration,
 };
@@ -32,7 +34,7 @@ pub(crate) enum Cpus {
 
 impl Cpus {
     pub(crate) fn list(self) -> String {
-        let last = std::thread::available_parallelism().map_or(0, |n| n.get() - 1);
+        let last = cpus() - 1;
         match self {
             Self::Proxy => "0".to_owned(),
             Self::Rest => format!("{}-{last}", last.min(1)),
@@ -153,6 +155,13 @@ pub(crate) fn machine_and_own_cpu() -> (f64, f64) {
     let ticks =
         stat.split_whitespace().skip(1).take(3).filter_map(|ticks| ticks.parse::<f64>().ok());
     (ticks.sum::<f64>() / TICKS_PER_SECOND, cpu("self", 4))
+}
+
+/// How many CPUs there were when this was first asked: before [`Cpus::take`] can leave fewer to this process.
+pub(crate) fn cpus() -> usize {
+    static CPUS: LazyLock<usize> =
+        LazyLock::new(|| thread::available_parallelism().map_or(1, NonZero::get));
+    *CPUS
 }
 
 /// How many files a process may open here.

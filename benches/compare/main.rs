@@ -28,7 +28,9 @@ mod protocols;
 mod refusal;
 mod report;
 mod serve;
+mod streams;
 mod throughput;
+mod transfer;
 mod upstream;
 mod waiters;
 
@@ -85,6 +87,9 @@ impl Run {
     }
 
     fn show_marks(&mut self) {
+        if self.marks.is_empty() {
+            return;
+        }
         let row = |mark: &Mark| {
             let (bound, met) = match mark.bound {
                 Bound::AtLeast(bound) => (format!(">= {bound}"), mark.ratio >= bound),
@@ -111,6 +116,8 @@ enum Section {
     Throughput,
     Tls,
     Http2,
+    Streams,
+    Transfer,
     Handover,
     Connections,
     Waiters,
@@ -118,10 +125,12 @@ enum Section {
 }
 
 impl Section {
-    const ALL: [Self; 7] = [
+    const ALL: [Self; 9] = [
         Self::Throughput,
         Self::Tls,
         Self::Http2,
+        Self::Streams,
+        Self::Transfer,
         Self::Handover,
         Self::Connections,
         Self::Waiters,
@@ -133,6 +142,8 @@ impl Section {
             Self::Throughput => "throughput",
             Self::Tls => "tls",
             Self::Http2 => "http2",
+            Self::Streams => "streams",
+            Self::Transfer => "transfer",
             Self::Handover => "handover",
             Self::Connections => "connections",
             Self::Waiters => "waiters",
@@ -150,6 +161,8 @@ impl Section {
             Self::Throughput => throughput::section(run).await,
             Self::Tls => protocols::tls(run).await,
             Self::Http2 => protocols::http2(run).await,
+            Self::Streams => streams::section(run).await,
+            Self::Transfer => transfer::section(run).await,
             Self::Handover => handover::section(run).await,
             Self::Connections => connections::section(run).await,
             Self::Waiters => waiters::section(run).await,

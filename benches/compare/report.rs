@@ -2,7 +2,7 @@
 
 use std::{fmt::Write, fs, process::Command};
 
-use crate::children::{DIR, machine_and_own_cpu};
+use crate::children::{DIR, cpus, machine_and_own_cpu};
 
 /// The middle of what was measured; NaN when nothing was.
 pub(crate) fn median(values: impl IntoIterator<Item = f64>) -> f64 {
@@ -37,7 +37,7 @@ impl Disturbance {
 
     pub(crate) fn percent(&self) -> f64 {
         let (machine, own) = machine_and_own_cpu();
-        let cpus = std::thread::available_parallelism().map_or(1.0, |n| n.get() as f64);
+        let cpus = cpus() as f64;
         let others = (machine - self.machine) - (own - self.own);
         100.0 * others.max(0.0) / (self.since.elapsed().as_secs_f64() * cpus)
     }
@@ -120,7 +120,6 @@ pub(crate) fn machine() -> Vec<(&'static str, String)> {
         line.split([':', '=']).nth(1).unwrap_or("?").trim().trim_matches('"').to_owned()
     };
     let kernel = fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default();
-    let cpus = std::thread::available_parallelism().map_or(0, std::num::NonZero::get);
     let programs = [
         ("Tidegate", format!("{DIR}/tidegate --version")),
         ("commit", "git rev-parse --short HEAD".to_owned()),
@@ -133,7 +132,7 @@ pub(crate) fn machine() -> Vec<(&'static str, String)> {
         ("h2load", "h2load --version".to_owned()),
     ];
     let mut items = vec![
-        ("CPU", format!("{cpus} x {}", read("/proc/cpuinfo", "model name"))),
+        ("CPU", format!("{} x {}", cpus(), read("/proc/cpuinfo", "model name"))),
         ("memory", read("/proc/meminfo", "MemTotal")),
         ("system", format!("{}, Linux {}", read("/etc/os-release", "PRETTY_NAME"), kernel.trim())),
     ];
