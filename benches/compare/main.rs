@@ -22,7 +22,9 @@ use report::{Disturbance, Report, figure};
 mod candidates;
 mod children;
 mod connections;
+mod growth;
 mod handover;
+mod instances;
 mod load;
 mod protocols;
 mod refusal;
@@ -119,19 +121,21 @@ enum Section {
     Streams,
     Transfer,
     Handover,
+    Growth,
     Connections,
     Waiters,
     Refusal,
 }
 
 impl Section {
-    const ALL: [Self; 9] = [
+    const ALL: [Self; 10] = [
         Self::Throughput,
         Self::Tls,
         Self::Http2,
         Self::Streams,
         Self::Transfer,
         Self::Handover,
+        Self::Growth,
         Self::Connections,
         Self::Waiters,
         Self::Refusal,
@@ -145,6 +149,7 @@ impl Section {
             Self::Streams => "streams",
             Self::Transfer => "transfer",
             Self::Handover => "handover",
+            Self::Growth => "growth",
             Self::Connections => "connections",
             Self::Waiters => "waiters",
             Self::Refusal => "refusal",
@@ -164,6 +169,7 @@ impl Section {
             Self::Streams => streams::section(run).await,
             Self::Transfer => transfer::section(run).await,
             Self::Handover => handover::section(run).await,
+            Self::Growth => growth::section(run).await,
             Self::Connections => connections::section(run).await,
             Self::Waiters => waiters::section(run).await,
             Self::Refusal => refusal::section(run).await,
