@@ -1,6 +1,6 @@
 //! What is compared, and how each is started.
 
-use std::fs;
+use std::{fs, net::TcpListener, os::fd::OwnedFd};
 
 use crate::{
     Result,
@@ -33,8 +33,10 @@ pub(crate) struct Setup {
     pub(crate) slots: usize,
     /// How many may wait, for Tidegate.
     pub(crate) queue: usize,
-    /// Worker threads of HAProxy. The others are started as often as they need threads.
+    /// Worker threads of HAProxy.
     pub(crate) haproxy_threads: usize,
+    /// Worker threads of Tidegate, which is rather started as often as it needs threads.
+    pub(crate) tidegate_threads: usize,
     /// HAProxy's own queue.
     pub(crate) haproxy_queue: bool,
     /// HAProxy is told to keep no small piece back; by default it waits up to 200 ms for more.
@@ -52,6 +54,7 @@ impl Setup {
             slots,
             queue: 100_000,
             haproxy_threads: 1,
+            tidegate_threads: 1,
             haproxy_queue: false,
             haproxy_no_delay: false,
             front: Front::Http,
@@ -128,9 +131,32 @@ impl Candidate {
         matches!(self, Self::NginxLua | Self::Redis)
     }
 
-    /// Starts one process with one worker thread (HAProxy: as many as said). `number` tells instances apart.
+    /// Starts one process. `number` tells instances apart.
     pub(crate) async fn start(self, setup: &Setup, number: usize) -> Result<Proc> {
         let port = free_port()?;
+        let (name, command) = self.command(setup, number, port)?;
+        Proc::start(&name, port, setup.cpus, &command).await
+    }
+
+    /// Starts one process of Tidegate that takes over a socket, beside others that have the same port. Clients have to
+    /// find out when it is there, since its socket listens before.
+    pub(crate) async fn start_on(
+        self,
+        setup: &Setup,
+        number: usize,
+        socket: TcpListener,
+    ) -> Result<Proc> {
+        let port = socket.local_addr()?.port();
+        let (name, command) = self.command(setup, number, port)?;
+        // As systemd hands it over: the socket is descriptor 3, and the process is told so.
+        let take = "exec 3<&0 </dev/null; LISTEN_PID=$$ LISTEN_FDS=1 exec \"$@\"";
+        let take = ["sh", "-c", take, "sh"].map(str::to_owned);
+        let command: Vec<String> = take.into_iter().chain(command).collect();
+        Proc::start_with(&name, port, setup.cpus, &command, OwnedFd::from(socket).into()).await
+    }
+
+    /// A process' name, and how it is started.
+    fn command(self, setup: &Setup, number: usize, port: u16) -> Result<(String, Vec<String>)> {
         let name = format!("{}-{number}", self.name().replace(' ', "-"));
         let threads = setup.haproxy_threads.to_string();
         let (listen, admin, slots) =
@@ -176,11 +202,11 @@ impl Candidate {
             }
             Self::NoLimit | Self::Embedded | Self::Redis => {
                 let config = write("tidegate.toml", include_str!("tidegate.toml"))?;
-                format!("{DIR}/tidegate run --config {config} --threads 1")
+                let threads = setup.tidegate_threads;
+                format!("{DIR}/tidegate run --config {config} --threads {threads}")
             }
         };
-        let command: Vec<String> = command.split(' ').map(str::to_owned).collect();
-        Proc::start(&name, port, setup.cpus, &command).await
+        Ok((name, command.split(' ').map(str::to_owned).collect()))
     }
 }
 

@@ -67,11 +67,22 @@ impl Proc {
         cpus: Cpus,
         command: &[String],
     ) -> Result<Self> {
+        Self::start_with(name, port, cpus, command, Stdio::null()).await
+    }
+
+    /// The same, with something to begin with.
+    pub(crate) async fn start_with(
+        name: &str,
+        port: u16,
+        cpus: Cpus,
+        command: &[String],
+        stdin: Stdio,
+    ) -> Result<Self> {
         let log = File::create(format!("{DIR}/{name}.log"))?;
         let child = Command::new("setpriv")
             .args(["--pdeathsig", "TERM", "taskset", "-c", &cpus.list()])
             .args(command)
-            .stdin(Stdio::null())
+            .stdin(stdin)
             .stdout(log.try_clone()?)
             .stderr(log)
             .spawn()?;

@@ -32,6 +32,8 @@ struct Sample {
     /// How busy Redis' core and the whole machine were, in percent.
     redis: f64,
     machine: f64,
+    /// The part of the machine that clients and upstream had, which are this process.
+    load: f64,
 }
 
 pub(crate) async fn table(run: &mut Run) -> Result<()> {
@@ -56,12 +58,13 @@ pub(crate) async fn table(run: &mut Run) -> Result<()> {
         "proxies' CPU us",
         "Redis core %",
         "machine %",
+        "of that load %",
         "ceiling",
     ];
     run.report.table(&head, &rows);
     run.report.line(&format!(
         "Medians of {} rounds of {} s; each instance has one thread, and nothing is pinned: clients, upstream, Redis and all \
-         instances share the machine. The ceiling is what was used up: the slots (N / hold = {:.0} requests/s), Redis' core, \
+         instances share the machine; the load is clients and upstream. The ceiling is what was used up: the slots (N / hold = {:.0} requests/s), Redis' core, \
          or the machine's CPU. Other processes used {:.1} % of the machine.",
         run.rounds,
         run.seconds,
@@ -85,7 +88,7 @@ async fn measure(run: &mut Run, count: usize) -> Result<Vec<String>> {
     for round in 0..run.rounds {
         eprintln!("round {} of {}: {count} instances", round + 1, run.rounds);
         let spent =
-            || (procs.iter().map(Proc::cpu).sum::<f64>(), redis.cpu(), machine_and_own_cpu().0);
+            || (procs.iter().map(Proc::cpu).sum::<f64>(), redis.cpu(), machine_and_own_cpu());
         let (before, start) = (spent(), Instant::now());
         let (_, took) = closed_loop(&addrs, CLIENTS, HOLD, WARM_UP, length).await?;
         let (after, wall) = (spent(), start.elapsed().as_secs_f64());
@@ -98,7 +101,8 @@ async fn measure(run: &mut Run, count: usize) -> Result<Vec<String>> {
             proxies_us: a_request(after.0 - before.0),
             redis_us: a_request(after.1 - before.1),
             redis: 100.0 * (after.1 - before.1) / wall,
-            machine: 100.0 * (after.2 - before.2) / (wall * cpus() as f64),
+            machine: 100.0 * (after.2.0 - before.2.0) / (wall * cpus() as f64),
+            load: 100.0 * (after.2.1 - before.2.1) / (wall * cpus() as f64),
         });
     }
     if upstream.most() > SLOTS as u64 {
@@ -126,6 +130,7 @@ async fn measure(run: &mut Run, count: usize) -> Result<Vec<String>> {
         figure(middle(|sample| sample.proxies_us)),
         figure(redis),
         figure(machine),
+        figure(middle(|sample| sample.load)),
         ceiling.to_owned(),
     ])
 }

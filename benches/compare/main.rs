@@ -1,8 +1,10 @@
 //! Tidegate beside HAProxy, nginx and nginx with a semaphore in Lua: `make bench`.
 //!
-//! Four sections, each of which starts its own processes: throughput (what a proxy and a limit cost),
-//! hand-over (what waiting costs), memory (what a waiter costs), refusal (what a storm costs). Rounds are interleaved: every candidate is
-//! measured once in each, so a ratio compares neighbours in time, and the median of the rounds is shown.
+//! Sections, each of which starts its own processes: `throughput` (what a proxy and a limit cost), `tls` and `http2` (the same for
+//! clients that speak those), `streams` and `transfer` (many small events, one large body), `runtime` (threads or processes),
+//! `handover` (what waiting costs), `growth` (what N, waiters, keys and instances cost on Redis), `connections` (memory), `waiters`
+//! (what a waiter costs Redis), `refusal` (what a storm costs). Rounds are interleaved: every candidate is measured once in each, so
+//! a ratio compares neighbours in time, and the median of the rounds is shown.
 //!
 //! **Pinning.** Each candidate has CPU 0 to itself, with one worker thread; wrk, the upstream and Redis
 //! share the other CPUs. So requests/s is what one core of proxy carries, as long as the column `core`
@@ -10,13 +12,14 @@
 //! Rust, for nothing answers 1 KB with less CPU. In the hand-over nobody is short of CPU, so nothing is
 //! pinned there.
 //!
-//! Environment: `BENCH_ROUNDS` (3), `BENCH_SECONDS` (2, of each wrk run; the hand-over's loads last 2.5 times
-//! as long), `BENCH_ONLY` (`throughput`, `handover`, `memory` or `refusal`).
+//! Environment: `BENCH_ROUNDS` (3), `BENCH_SECONDS` (2, of each load; some sections' loads last longer by a factor),
+//! `BENCH_ONLY` (sections, with commas between), `BENCH_SHORT` (set: a tenth of the connections, streams and bytes, to see that it
+//! works). `cargo bench --bench compare -- plot` draws the saved reports.
 
 use std::{env, process::ExitCode};
 
 use candidates::Candidate;
-use children::DIR;
+use children::{Cpus, DIR};
 use report::{Disturbance, Report, figure};
 
 mod candidates;
@@ -26,9 +29,11 @@ mod growth;
 mod handover;
 mod instances;
 mod load;
+mod plot;
 mod protocols;
 mod refusal;
 mod report;
+mod runtime;
 mod serve;
 mod streams;
 mod throughput;
@@ -112,68 +117,35 @@ impl Run {
     }
 }
 
-/// A part of the comparison, which starts its own processes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Section {
-    Throughput,
-    Tls,
-    Http2,
-    Streams,
-    Transfer,
-    Handover,
-    Growth,
-    Connections,
-    Waiters,
-    Refusal,
-}
+/// The parts of the comparison, each of which starts its own processes.
+const SECTIONS: [&str; 11] = [
+    "throughput",
+    "tls",
+    "http2",
+    "streams",
+    "transfer",
+    "runtime",
+    "handover",
+    "growth",
+    "connections",
+    "waiters",
+    "refusal",
+];
 
-impl Section {
-    const ALL: [Self; 10] = [
-        Self::Throughput,
-        Self::Tls,
-        Self::Http2,
-        Self::Streams,
-        Self::Transfer,
-        Self::Handover,
-        Self::Growth,
-        Self::Connections,
-        Self::Waiters,
-        Self::Refusal,
-    ];
-
-    fn name(self) -> &'static str {
-        match self {
-            Self::Throughput => "throughput",
-            Self::Tls => "tls",
-            Self::Http2 => "http2",
-            Self::Streams => "streams",
-            Self::Transfer => "transfer",
-            Self::Handover => "handover",
-            Self::Growth => "growth",
-            Self::Connections => "connections",
-            Self::Waiters => "waiters",
-            Self::Refusal => "refusal",
-        }
-    }
-
-    fn named(name: &str) -> Result<Self> {
-        let found = Self::ALL.into_iter().find(|section| section.name() == name);
-        found.ok_or_else(|| format!("BENCH_ONLY names no section: {name}").into())
-    }
-
-    async fn measure(self, run: &mut Run) -> Result<()> {
-        match self {
-            Self::Throughput => throughput::section(run).await,
-            Self::Tls => protocols::tls(run).await,
-            Self::Http2 => protocols::http2(run).await,
-            Self::Streams => streams::section(run).await,
-            Self::Transfer => transfer::section(run).await,
-            Self::Handover => handover::section(run).await,
-            Self::Growth => growth::section(run).await,
-            Self::Connections => connections::section(run).await,
-            Self::Waiters => waiters::section(run).await,
-            Self::Refusal => refusal::section(run).await,
-        }
+async fn measure(section: &str, run: &mut Run) -> Result<()> {
+    match section {
+        "throughput" => throughput::section(run).await,
+        "tls" => protocols::tls(run).await,
+        "http2" => protocols::http2(run).await,
+        "streams" => streams::section(run).await,
+        "transfer" => transfer::section(run).await,
+        "runtime" => runtime::section(run).await,
+        "handover" => handover::section(run).await,
+        "growth" => growth::section(run).await,
+        "connections" => connections::section(run).await,
+        "waiters" => waiters::section(run).await,
+        "refusal" => refusal::section(run).await,
+        other => Err(format!("BENCH_ONLY: there is no {other}, but {SECTIONS:?}").into()),
     }
 }
 
@@ -184,6 +156,7 @@ async fn main() -> ExitCode {
         Some([role, kind, port]) if role == "upstream" => {
             serve::serve(kind, port).await.map(|()| true)
         }
+        Some([role]) if role == "plot" => plot::plot().map(|()| true),
         _ => compare().await,
     };
     match done {
@@ -209,17 +182,21 @@ async fn compare() -> Result<bool> {
         failures: Vec::new(),
     };
     let only = env::var("BENCH_ONLY").unwrap_or_default();
-    let only = only.split(',').filter(|name| !name.is_empty()).map(Section::named);
-    let only = only.collect::<Result<Vec<_>>>()?;
+    let sections: Vec<&str> =
+        if only.is_empty() { SECTIONS.to_vec() } else { only.split(',').collect() };
 
     candidates::make_certificate()?;
     run.report.heading("Machine");
-    run.report.list(&report::machine());
+    let machine = report::machine();
+    run.report.list(&machine);
     let disturbance = Disturbance::watch();
-    for section in
-        Section::ALL.into_iter().filter(|section| only.is_empty() || only.contains(section))
-    {
-        section.measure(&mut run).await?;
+    for section in sections {
+        if let Err(error) = measure(section, &mut run).await {
+            run.failures.push(format!("{section}: {error}"));
+            Cpus::Any.take()?;
+        }
+        // What comes later may go wrong as well.
+        run.report.save(&only)?;
     }
     run.show_marks();
     let others = disturbance.percent();
@@ -230,6 +207,11 @@ async fn compare() -> Result<bool> {
     for failure in &run.failures {
         run.report.line(&format!("FAILED: {failure}"));
     }
-    run.report.save()?;
+    run.report.fact("rounds", run.rounds);
+    run.report.fact("seconds", run.seconds);
+    run.report.fact("short", run.short);
+    run.report.fact("others_percent", others);
+    run.report.fact("failures", &*run.failures);
+    println!("saved to {}", run.report.save(&only)?);
     Ok(run.failures.is_empty())
 }

@@ -2,6 +2,8 @@
 
 use std::{fmt::Write, fs, process::Command};
 
+use serde_json::{Map, Value, json};
+
 use crate::children::{DIR, cpus, machine_and_own_cpu};
 
 /// The middle of what was measured; NaN when nothing was.
@@ -47,11 +49,17 @@ impl Disturbance {
 #[derive(Debug, Default)]
 pub(crate) struct Report {
     markdown: String,
+    /// The latest heading.
+    title: String,
+    /// The same for programs: facts, and every table with its title.
+    facts: Map<String, Value>,
+    tables: Vec<Value>,
 }
 
 impl Report {
     pub(crate) fn heading(&mut self, text: &str) {
         println!("\n{text}\n");
+        text.clone_into(&mut self.title);
         _ = write!(self.markdown, "\n### {text}\n\n");
     }
 
@@ -60,7 +68,12 @@ impl Report {
         _ = write!(self.markdown, "{text}\n\n");
     }
 
+    pub(crate) fn fact(&mut self, name: &str, value: impl Into<Value>) {
+        self.facts.insert(name.to_owned(), value.into());
+    }
+
     pub(crate) fn table(&mut self, head: &[&str], rows: &[Vec<String>]) {
+        self.tables.push(json!({ "title": self.title, "columns": head, "rows": rows }));
         let width = |column: usize| {
             let cells =
                 rows.iter().filter_map(|row| row.get(column)).map(|cell| cell.chars().count());
@@ -101,14 +114,18 @@ impl Report {
         for (name, text) in items {
             println!("{name:<16}  {text}");
             _ = writeln!(self.markdown, "- {name}: {text}");
+            self.fact(name, text.as_str());
         }
     }
 
-    pub(crate) fn save(&self) -> crate::Result<()> {
-        let path = format!("{DIR}/report.md");
-        fs::write(&path, &self.markdown)?;
-        println!("saved to {path}");
-        Ok(())
+    /// Writes it, a report of some sections under a name of its own; says where it is.
+    pub(crate) fn save(&self, only: &str) -> crate::Result<String> {
+        let name = if only.is_empty() { "report" } else { &format!("report-{only}") };
+        let path = format!("{DIR}/{}", name.replace(',', "-"));
+        fs::write(format!("{path}.md"), &self.markdown)?;
+        let all = json!({ "facts": self.facts, "tables": self.tables });
+        fs::write(format!("{path}.json"), serde_json::to_string_pretty(&all)?)?;
+        Ok(format!("{path}.md and {path}.json"))
     }
 }
 
