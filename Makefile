@@ -1,4 +1,4 @@
-.PHONY: demo test bench deb docs
+.PHONY: demo test bench plot deb docs
 
 # A sample provider, two instances, traffic, a live table; nothing to install.
 demo:
@@ -15,6 +15,10 @@ bench:
 	cargo build --release --bin tidegate
 	install -D target/release/tidegate target/bench/tidegate
 	ulimit -n $$(ulimit -Hn) && cargo bench --bench compare
+
+# Draws what `make bench` saved, into docs/images.
+plot:
+	cargo bench --bench compare -- plot
 
 # A Debian package in target/debian.
 deb:

@@ -58,22 +58,22 @@ pub(crate) async fn wrk(url: &str, connections: usize, seconds: u64) -> Result<T
     })
 }
 
-/// Runs h2load with one thread on every CPU but the proxy's, and so many requests at a time on each connection.
-/// It tells no quantiles: the mean stands for p50.
+/// Runs h2load with one thread on every CPU but the proxy's: so many requests in all, and so many at a time on each
+/// connection. It is told no duration, since at its end it may hang. It tells no quantiles: the mean stands for p50.
 pub(crate) async fn h2load(
     url: &str,
     connections: usize,
     streams: usize,
-    seconds: u64,
+    requests: usize,
 ) -> Result<Throughput> {
     let output = Command::new("taskset")
         .args(["-c", &Cpus::Rest.list(), "h2load", "-t1"])
-        .args([format!("-c{connections}"), format!("-m{streams}"), format!("-D{seconds}")])
+        .args([format!("-c{connections}"), format!("-m{streams}"), format!("-n{requests}")])
         .arg(url)
         .stdin(Stdio::null())
         .kill_on_drop(true)
-        .output()
-        .await?;
+        .output();
+    let output = timeout(PATIENCE, output).await.map_err(|_| "h2load doesn't come to an end")??;
     let text = String::from_utf8_lossy(&output.stdout);
     let line = |label: &str| text.lines().find_map(|line| line.strip_prefix(label));
     let failed = || format!("h2load said: {text}");

@@ -151,7 +151,8 @@ async fn measure(section: &str, run: &mut Run) -> Result<()> {
 
 #[tokio::main(flavor = "current_thread")]
 async fn main() -> ExitCode {
-    let args: Vec<String> = env::args().collect();
+    // Cargo itself adds one.
+    let args: Vec<String> = env::args().filter(|arg| arg != "--bench").collect();
     let done = match args.get(1..) {
         Some([role, kind, port]) if role == "upstream" => {
             serve::serve(kind, port).await.map(|()| true)

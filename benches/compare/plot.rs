@@ -103,7 +103,9 @@ impl Chart {
     fn draw(&self, reports: &[Value]) -> Option<String> {
         let (mut body, mut y, mut from) = (String::new(), 56.0, None);
         for (title, column) in self.panels {
-            let Some((report, title, bars)) = find(reports, title, column) else { continue };
+            let Some(Panel { report, title, bars }) = find(reports, title, column) else {
+                continue;
+            };
             from = from.or(Some(report));
             let head = format!("{title}: {column}");
             _ = writeln!(body, "{}", text(16.0, y, "start", "head", &head));
@@ -147,12 +149,15 @@ impl Chart {
     }
 }
 
+/// What a panel is drawn from.
+struct Panel<'a> {
+    report: &'a Value,
+    title: &'a str,
+    bars: Vec<(String, f64)>,
+}
+
 /// The bars of a column, out of the latest report that has it, and the table's whole title.
-fn find<'a>(
-    reports: &'a [Value],
-    title: &str,
-    column: &str,
-) -> Option<(&'a Value, &'a str, Vec<(String, f64)>)> {
+fn find<'a>(reports: &'a [Value], title: &str, column: &str) -> Option<Panel<'a>> {
     reports.iter().find_map(|report| {
         let tables = report["tables"].as_array()?.iter();
         let named = |table: &&Value| table["title"].as_str().is_some_and(|t| t.starts_with(title));
@@ -166,7 +171,8 @@ fn find<'a>(
             Some((row[0].as_str()?.to_owned(), value))
         };
         let bars: Vec<_> = table["rows"].as_array()?.iter().filter_map(bar).collect();
-        (!bars.is_empty()).then_some((report, table["title"].as_str()?, bars))
+        let title = table["title"].as_str()?;
+        (!bars.is_empty()).then_some(Panel { report, title, bars })
     })
 }
 

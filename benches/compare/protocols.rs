@@ -33,12 +33,16 @@ impl Load {
         format!("{speaks}, {} connections{}", self.connections, streams.unwrap_or_default())
     }
 
-    async fn run(self, proxy: &Proc, seconds: u64) -> Result<Throughput> {
+    /// Loads a proxy for about so long. `before` is what it carried when it was last asked.
+    async fn run(self, proxy: &Proc, seconds: u64, before: f64) -> Result<Throughput> {
         let scheme = if self.front == Front::Tls { "https" } else { "http" };
         let url = format!("{scheme}://127.0.0.1:{}/", proxy.port);
         match self.streams {
             None => wrk(&url, self.connections, seconds).await,
-            Some(streams) => h2load(&url, self.connections, streams, seconds).await,
+            Some(streams) => {
+                let requests = (before * seconds as f64) as usize;
+                h2load(&url, self.connections, streams, requests.max(10 * self.connections)).await
+            }
         }
     }
 }
@@ -49,7 +53,7 @@ struct Sample {
     candidate: Candidate,
     load: Load,
     round: usize,
-    load_saw: Throughput,
+    saw: Throughput,
     cpu_us: f64,
     core: f64,
     memory_mib: f64,
@@ -95,11 +99,16 @@ async fn compare(run: &mut Run, loads: &[Load]) -> Result<()> {
                         run.rounds,
                         candidate.name()
                     );
-                    if round == 0 {
-                        load.run(proc, 1).await?;
-                    }
+                    // As many requests as last time were carried in that time; in the first round it is tried out.
+                    let last = samples.iter().rev().find(|sample: &&Sample| {
+                        sample.load == load && sample.candidate == candidate
+                    });
+                    let before = match last {
+                        Some(sample) => sample.saw.per_second,
+                        None => load.run(proc, 1, 5_000.0).await?.per_second,
+                    };
                     let (cpu, start) = (proc.cpu(), tokio::time::Instant::now());
-                    let saw = load.run(proc, run.seconds).await?;
+                    let saw = load.run(proc, run.seconds, before).await?;
                     let (cpu, wall) = (proc.cpu() - cpu, start.elapsed().as_secs_f64());
                     if saw.errors > 0.0 {
                         let times = saw.errors;
@@ -111,7 +120,7 @@ async fn compare(run: &mut Run, loads: &[Load]) -> Result<()> {
                         candidate,
                         load,
                         round,
-                        load_saw: saw,
+                        saw,
                         cpu_us: 1e6 * cpu / saw.requests,
                         core: 100.0 * cpu / wall,
                         memory_mib: proc.memory() / 1024.0,
@@ -143,14 +152,14 @@ fn show(run: &mut Run, loads: &[Load], samples: &[Sample], others: f64) {
                     .filter_map(|sample| Some(value(sample) / value(haproxy(sample.round)?))),
             )
         };
-        let (per_second, cpu): (fn(&Sample) -> f64, fn(&Sample) -> f64) =
-            (|sample| sample.load_saw.per_second, |sample| sample.cpu_us);
+        let per_second = |sample: &Sample| sample.saw.per_second;
+        let cpu = |sample: &Sample| sample.cpu_us;
         let rows = CANDIDATES.map(|candidate| {
             let figures = [
                 middle(candidate, per_second),
                 to_haproxy(candidate, per_second),
-                middle(candidate, |sample| sample.load_saw.p50_ms),
-                middle(candidate, |sample| sample.load_saw.p99_ms),
+                middle(candidate, |sample| sample.saw.p50_ms),
+                middle(candidate, |sample| sample.saw.p99_ms),
                 middle(candidate, cpu),
                 to_haproxy(candidate, cpu),
                 middle(candidate, |sample| sample.core),
@@ -163,8 +172,8 @@ fn show(run: &mut Run, loads: &[Load], samples: &[Sample], others: f64) {
         run.report.table(&head, &rows);
     }
     run.report.line(&format!(
-        "Medians of {} rounds of {} s, ratios within a round; one worker thread and one core each. Connections stay, so \
-         handshakes are no part of it. Certificates are ECDSA on P-256. wrk asks over HTTP/1.1, h2load over HTTP/2, \
+        "Medians of {} rounds of {} s, ratios within a round; one worker thread and one core each. Connections stay \
+         for a load, so a handshake comes with every few hundred requests. Certificates are ECDSA on P-256. wrk asks over HTTP/1.1, h2load over HTTP/2, \
          which tells the mean time instead of p50. Other processes used {others:.1} % of the machine.",
         run.rounds, run.seconds
     ));

@@ -123,8 +123,8 @@ fn show(run: &mut Run, samples: &[Sample], bytes: usize, others: f64) {
         let haproxy = |round| of(Candidate::Haproxy, way).find(|sample| sample.round == round);
         median(of(candidate, way).filter_map(|one| Some(value(one) / value(haproxy(one.round)?))))
     };
-    let (speed, cpu): (fn(&Sample) -> f64, fn(&Sample) -> f64) =
-        (|sample| sample.mib_per_second, |sample| sample.cpu_per_gib);
+    let speed = |sample: &Sample| sample.mib_per_second;
+    let cpu = |sample: &Sample| sample.cpu_per_gib;
     for (way, title) in [(Way::Download, "download"), (Way::Upload, "upload")] {
         let rows = CANDIDATES.map(|candidate| {
             let figures = [
