@@ -44,6 +44,8 @@ struct Point {
     waiting: usize,
     /// How many sets: values of a limit's key.
     values: usize,
+    /// Who calls, each over a connection of its own.
+    instances: usize,
 }
 
 impl Point {
@@ -52,13 +54,15 @@ impl Point {
         match self.what {
             SLOTS => self.slots,
             WAITING => self.waiting,
-            _ => self.values,
+            VALUES => self.values,
+            _ => self.instances,
         }
     }
 }
 
 const SLOTS: &str = "slots";
 const WAITING: &str = "waiting, 1,000 slots";
+const INSTANCES: &str = "instances, 1,000 slots";
 const VALUES: &str = "values of a key, 10 slots each";
 
 /// For each of [`BATCHES`].
@@ -70,14 +74,17 @@ struct Sample {
 
 pub(crate) async fn section(run: &mut Run) -> Result<()> {
     let disturbance = Disturbance::watch();
-    let slots = |slots| Point { what: SLOTS, slots, waiting: 0, values: 1 };
-    let waiting = |waiting| Point { what: WAITING, slots: 1_000, waiting, values: 1 };
-    let values = |values| Point { what: VALUES, slots: 10, waiting: 0, values };
+    let point = Point { what: SLOTS, slots: 1_000, waiting: 0, values: 1, instances: 1 };
+    let slots = |slots| Point { slots, ..point };
+    let waiting = |waiting| Point { what: WAITING, waiting, ..point };
+    let values = |values| Point { what: VALUES, slots: 10, values, ..point };
+    let instances = |instances| Point { what: INSTANCES, instances, ..point };
     let many = run.at_most(100_000);
     let families = [
         (SLOTS, [10, 1_000, many].map(slots).to_vec(), 10),
         (WAITING, [0, 100, run.at_most(10_000), many].map(waiting).to_vec(), 100),
         (VALUES, [1, 10, 100, run.at_most(10_000)].map(values).to_vec(), 10),
+        (INSTANCES, [1, 10, 50].map(instances).to_vec(), 10),
     ];
     let mut rows = Vec::new();
     Cpus::Rest.take()?;
@@ -116,7 +123,7 @@ pub(crate) async fn section(run: &mut Run) -> Result<()> {
         ["", "Redis us a request", "requests/s", "us, 16 requests a call", "requests/s, 16 a call"];
     run.report.table(&head, &rows);
     run.report.line(&format!(
-        "Medians of {} rounds of {} s. The store's own code on one connection with {CALLS} calls under way, Redis on a core \
+        "Medians of {} rounds of {} s. The store's own code on one connection for each instance, with {CALLS} calls under way, Redis on a core \
          of its own: the release of one request and the acquire of the next in one script, by Redis' own clock \
          (`INFO commandstats`). Slots are held but for 4; where somebody waits all are, each release is handed to the \
          longest waiter, and the new request joins the queue. Requests/s is what the slower of Redis and this one \
@@ -140,24 +147,32 @@ struct Turner {
 
 async fn measure(point: &Point, length: Duration) -> Result<Sample> {
     let redis = start_redis(Cpus::Proxy).await?;
-    let caller = Caller { instance: Uuid::now_v7(), epoch: 1, gap: FOR_EVER, presence: FOR_EVER };
-    let turner = Arc::new(Turner {
-        link: store(redis.port)?.open().await?,
-        caller,
-        sets: (0..point.values).map(|value| Arc::new(set(point, value))).collect(),
-        held: Mutex::default(),
-    });
-    turner.fill(point).await?;
+    let sets: Vec<_> = (0..point.values).map(|value| Arc::new(set(point, value))).collect();
+    let mut turners = Vec::new();
+    for _ in 0..point.instances {
+        let instance = Uuid::now_v7();
+        let turner = Turner {
+            // One store has few connections.
+            link: store(redis.port)?.open().await?,
+            caller: Caller { instance, epoch: 1, gap: FOR_EVER, presence: FOR_EVER },
+            sets: sets.clone(),
+            held: Mutex::default(),
+        };
+        turner.fill(point).await?;
+        turners.push(turner);
+    }
+    let turners = Arc::new(turners);
     let (mut redis_us, mut per_second) = ([f64::NAN; 2], [f64::NAN; 2]);
     for (place, batch) in BATCHES.into_iter().enumerate() {
         let (before, start) = (script_us(&redis)?, Instant::now());
         let mut tasks = JoinSet::new();
-        for _ in 0..CALLS {
-            let turner = Arc::clone(&turner);
+        for task in 0..CALLS {
+            let turners = Arc::clone(&turners);
             tasks.spawn(async move {
-                let mut requests = 0;
+                let (mut requests, mut next) = (0, task);
                 while start.elapsed() < length {
-                    requests += turner.turn(batch).await?;
+                    requests += turners[next % turners.len()].turn(batch).await?;
+                    next += 1;
                 }
                 Ok::<_, crate::Error>(requests)
             });
@@ -173,7 +188,7 @@ async fn measure(point: &Point, length: Duration) -> Result<Sample> {
 }
 
 impl Turner {
-    /// Takes the slots that are held throughout, and those that go round, and queues the waiters.
+    /// Takes its part of the slots, and queues the waiters.
     async fn fill(&self, point: &Point) -> Result<()> {
         for sets in self.sets.chunks(FILL) {
             let beat = |set: &Arc<SetSpec>| Beat {
@@ -190,7 +205,7 @@ impl Turner {
                 .await?;
         }
         let free = if point.waiting == 0 { 4 } else { 0 };
-        let taken = point.values * (point.slots - free);
+        let taken = point.values * (point.slots - free) / point.instances;
         let mut places = (0..taken + point.waiting).map(|n| n % point.values).peekable();
         while places.peek().is_some() {
             let acquires = places.by_ref().take(FILL).map(|set| self.acquire(set)).collect();

@@ -11,7 +11,7 @@ use crate::{
     Candidate, Result, Run,
     candidates::{Setup, start_redis},
     children::{Cpus, Proc, cpus, machine_and_own_cpu},
-    load::closed_loop,
+    load::{Connection, closed_loop},
     report::{Disturbance, figure, median},
     upstream::HoldUpstream,
 };
@@ -83,6 +83,10 @@ async fn measure(run: &mut Run, count: usize) -> Result<Vec<String>> {
     }
     let addr = |proc: &Proc| SocketAddr::from((Ipv4Addr::LOCALHOST, proc.port));
     let addrs: Vec<_> = procs.iter().map(addr).collect();
+    // A new fleet admits nobody for 2 s, in which these wait.
+    for connection in &mut Connection::open_many(&addrs, count).await? {
+        connection.get(Duration::ZERO).await?;
+    }
     let length = Duration::from_secs(run.seconds);
     let mut samples = Vec::new();
     for round in 0..run.rounds {

@@ -96,8 +96,10 @@ async fn read_head(stream: &mut TcpStream, head: &mut Vec<u8>) -> Option<usize> 
 async fn tunnel(mut stream: TcpStream) -> Option<()> {
     let mut head = Vec::with_capacity(1024);
     read_head(&mut stream, &mut head).await?;
-    if !String::from_utf8_lossy(&head).to_ascii_lowercase().contains("upgrade: websocket") {
-        return stream.write_all(&answer(16)).await.ok();
+    while !String::from_utf8_lossy(&head).to_ascii_lowercase().contains("upgrade: websocket") {
+        stream.write_all(&answer(16)).await.ok()?;
+        head.clear();
+        read_head(&mut stream, &mut head).await?;
     }
     let switched = "HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\
                     Sec-WebSocket-Accept: s3pPLMBiTxaQ9kYGzzhZRbK+xOo=\r\n\r\n";
