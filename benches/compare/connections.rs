@@ -144,9 +144,11 @@ async fn measure(candidate: Candidate, kind: Kind, count: usize) -> Result<Cost>
         }
         Kind::Idle => {
             let before = Memory::of(&proxy).await;
-            let mut idle = Connection::open_many(&[addr], count).await?;
-            for connection in &mut idle {
+            let mut idle = Vec::with_capacity(count);
+            for _ in 0..count {
+                let mut connection = Connection::open(addr).await?;
                 connection.get(Duration::ZERO).await?;
+                idle.push(connection);
             }
             let cost = Memory::of(&proxy).await.since(&before, count);
             for connection in &mut idle {

@@ -103,7 +103,7 @@ impl Chart {
     fn draw(&self, reports: &[Value]) -> Option<String> {
         let (mut body, mut y, mut from) = (String::new(), 56.0, None);
         for (title, column) in self.panels {
-            let Some(Panel { report, title, bars }) = find(reports, title, column) else {
+            let Some(Panel { report, title, column, bars }) = find(reports, title, column) else {
                 continue;
             };
             from = from.or(Some(report));
@@ -152,11 +152,13 @@ impl Chart {
 /// What a panel is drawn from.
 struct Panel<'a> {
     report: &'a Value,
+    /// The table's whole title, and the column's.
     title: &'a str,
+    column: &'a str,
     bars: Vec<(String, f64)>,
 }
 
-/// The bars of a column, out of the latest report that has it, and the table's whole title.
+/// The bars of a column, out of the latest report that has it.
 fn find<'a>(reports: &'a [Value], title: &str, column: &str) -> Option<Panel<'a>> {
     reports.iter().find_map(|report| {
         let tables = report["tables"].as_array()?.iter();
@@ -172,7 +174,12 @@ fn find<'a>(reports: &'a [Value], title: &str, column: &str) -> Option<Panel<'a>
         };
         let bars: Vec<_> = table["rows"].as_array()?.iter().filter_map(bar).collect();
         let title = table["title"].as_str()?;
-        (!bars.is_empty()).then_some(Panel { report, title, bars })
+        (!bars.is_empty()).then_some(Panel {
+            report,
+            title,
+            column: columns[place].as_str()?,
+            bars,
+        })
     })
 }
 
