@@ -317,7 +317,8 @@ impl Proxy {
         let interest = self.interest(route, &target, &parts, &body);
         let call = self.prepare(target, parts, body, conn, &permit, interest)?;
         let held = Held { permit, _seat: seat };
-        let mut response = self.forward(call, held, conn, notes).await?;
+        // In a box, or those who wait would hold room for it.
+        let mut response = Box::pin(self.forward(call, held, conn, notes)).await?;
         if let Some(mark) = mark {
             degrade::mark(&mut response, mark);
         }

@@ -5,8 +5,12 @@
 //! `tunnel_timeout`, and cut like any exchange: by an operator, `max_hold`, the end of a drain.
 
 use std::{
+    future::poll_fn,
     io,
+    mem::MaybeUninit,
+    pin::Pin,
     sync::atomic::{AtomicU64, Ordering::Relaxed},
+    task::{Poll, ready},
     time::Duration,
 };
 
@@ -18,7 +22,7 @@ use http::{
 use hyper::upgrade::OnUpgrade;
 use hyper_util::rt::TokioIo;
 use tokio::{
-    io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt},
+    io::{AsyncRead, AsyncWrite, AsyncWriteExt, ReadBuf},
     time::{self, Instant},
 };
 
@@ -125,20 +129,39 @@ pub(crate) async fn run(
     }
 }
 
+/// A half that is silent holds no buffer: what is read goes on from the stack, and only what the other side doesn't take
+/// at once is kept.
 async fn one_way(
     mut from: impl AsyncRead + Unpin,
     mut to: impl AsyncWrite + Unpin,
     clock: &Clock,
     moved: &AtomicU64,
 ) -> io::Result<()> {
-    let mut piece = vec![0; PIECE];
+    let mut left = Vec::new();
     loop {
-        let size = from.read(&mut piece).await?;
+        let size = poll_fn(|cx| -> Poll<io::Result<usize>> {
+            let mut piece = [const { MaybeUninit::uninit() }; PIECE];
+            let mut piece = ReadBuf::uninit(&mut piece);
+            ready!(Pin::new(&mut from).poll_read(cx, &mut piece))?;
+            let mut rest = piece.filled();
+            while !rest.is_empty() {
+                match Pin::new(&mut to).poll_write(cx, rest)? {
+                    Poll::Ready(0) => return Poll::Ready(Err(io::ErrorKind::WriteZero.into())),
+                    Poll::Ready(taken) => rest = &rest[taken..],
+                    Poll::Pending => {
+                        left = rest.to_vec();
+                        break;
+                    }
+                }
+            }
+            Poll::Ready(Ok(piece.filled().len()))
+        });
+        let size = size.await?;
         if size == 0 {
             to.shutdown().await?;
             return Ok(());
         }
-        to.write_all(&piece[..size]).await?;
+        to.write_all(&std::mem::take(&mut left)).await?;
         to.flush().await?;
         moved.fetch_add(size as u64, Relaxed);
         clock.mark();

@@ -34,6 +34,8 @@ const CANDIDATES: [Candidate; 5] = [
 const SLOTS: usize = 10;
 /// Longer than a figure takes.
 const HOLD: Duration = Duration::from_secs(60);
+/// What an idle connection doesn't need may be given up later than at once.
+const IDLE: Duration = Duration::from_secs(6);
 const PATIENCE: Duration = Duration::from_secs(10);
 /// A frame of a WebSocket with a mask, as clients send it: `ping`.
 const FRAME: [u8; 10] = [0x81, 0x84, 1, 2, 3, 4, b'p' ^ 1, b'i' ^ 2, b'n' ^ 3, b'g' ^ 4];
@@ -101,7 +103,7 @@ pub(crate) async fn section(run: &mut Run) -> Result<()> {
     run.report.line(
         "Growth of the process, in which what processes share is counted once (Pss), after 100 connections came and went; \
          buffers in the kernel are not in it. Waiting: behind 10 requests, in HAProxy's or Tidegate's queue; nginx has \
-         none. Idle: kept alive after one request. Tunnels: WebSockets on which a frame went to and fro, and goes again \
+         none. Idle: kept alive after one request, for 8 s or more. Tunnels: WebSockets on which a frame went to and fro, and goes again \
          after the measurement.",
     );
     Ok(())
@@ -150,6 +152,7 @@ async fn measure(candidate: Candidate, kind: Kind, count: usize) -> Result<Cost>
                 connection.get(Duration::ZERO).await?;
                 idle.push(connection);
             }
+            sleep(IDLE).await;
             let cost = Memory::of(&proxy).await.since(&before, count);
             for connection in &mut idle {
                 connection.get(Duration::ZERO).await?;

@@ -262,7 +262,8 @@ impl<H: Handler> Server<H> {
         match drive(Pin::new(&mut conn), stream, &client, watchdog).await {
             Ended::Idle(since) => return Some((conn.into_parts()?.io.into_inner(), since)),
             Ended::Unreadable => {
-                let _ = time::timeout(REST_TIME, read_away(stream)).await;
+                // In a box, for its buffer.
+                let _ = time::timeout(REST_TIME, Box::pin(read_away(stream))).await;
             }
             Ended::Otherwise => {}
         }

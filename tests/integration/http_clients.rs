@@ -305,9 +305,9 @@ async fn j78_operators_paths_are_the_upstreams_on_the_public_port() {
             // Whatever host is asked for: the operators' too.
             for host in ["a", &proxy.admin().to_string()] {
                 let request = client.request(Method::GET, host, path).body(whole("")).unwrap();
-                let answer = client.send(request).await.unwrap();
-                assert_eq!(answer.status(), 404, "{carrier:?}: {path}");
-                assert!(!answer.headers().contains_key("tidegate-reason"), "{path}");
+                let answer = Answer::whole(client.send(request).await.unwrap()).await.unwrap();
+                assert_eq!(answer.status, 404, "{carrier:?}: {path}");
+                assert!(!answer.headers.contains_key("tidegate-reason"), "{path}");
             }
         }
         assert_eq!(upstream.total() - before, 8);

@@ -1,6 +1,21 @@
 //! WebSockets and other tunnels: a slot is held until both halves have ended, and no longer. Names follow `docs/http.md`.
 
-use crate::harness::{Carrier, Conf, Proxy, Raw, Upstream, eventually, get, one_limit};
+use std::{
+    io::ErrorKind,
+    sync::{
+        Arc,
+        atomic::{AtomicU32, Ordering::Relaxed},
+    },
+    time::Duration,
+};
+
+use tokio::{
+    io::{AsyncReadExt, AsyncWriteExt, BufReader},
+    net::TcpStream,
+    time::sleep,
+};
+
+use crate::harness::{Carrier, Conf, Proxy, Raw, Upstream, eventually, get, one_limit, within};
 
 const LIMIT: &str = "\n[[routes]]\npath = \"/admin\"\nmethods = [\"DELETE\"]\nupstream = \"llm\"";
 
@@ -54,6 +69,41 @@ async fn d38_a_tunnel_holds_its_slot_until_both_halves_have_ended() {
         is_free(carrier, &proxy, &upstream).await;
         assert_eq!(upstream.highest(), 1);
     }
+}
+
+#[tokio::test]
+async fn d38_what_the_other_side_does_not_take_yet_is_kept_in_order() {
+    const NUMBERS: u32 = 16_000_000;
+    let upstream = Upstream::spawn().await;
+    let proxy = Proxy::spawn(&conf(&upstream)).await;
+    let mut stream = TcpStream::connect(proxy.addr()).await.unwrap();
+    stream.write_all(upgrade("/upgrade", "echo").as_bytes()).await.unwrap();
+    let mut head = Vec::new();
+    while !head.ends_with(b"\r\n\r\n") {
+        head.push(stream.read_u8().await.unwrap());
+    }
+    let (mut from, mut to) = stream.into_split();
+    let sent = Arc::new(AtomicU32::new(0));
+    let counted = Arc::clone(&sent);
+    let sending = tokio::spawn(async move {
+        for first in (0..NUMBERS).step_by(10_000) {
+            let piece: Vec<u8> = (first..first + 10_000).flat_map(u32::to_be_bytes).collect();
+            to.write_all(&piece).await.unwrap();
+            counted.store(first, Relaxed);
+        }
+        to.shutdown().await.unwrap();
+    });
+    // Nothing is read until every buffer on the way is full.
+    let mut before = None;
+    while before.replace(sent.load(Relaxed)) != Some(sent.load(Relaxed)) {
+        sleep(Duration::from_millis(100)).await;
+    }
+    let mut from = BufReader::new(&mut from);
+    for number in 0..NUMBERS {
+        assert_eq!(within("a number", from.read_u32()).await.unwrap(), number);
+    }
+    assert_eq!(from.read_u8().await.unwrap_err().kind(), ErrorKind::UnexpectedEof);
+    sending.await.unwrap();
 }
 
 #[tokio::test]
