@@ -195,7 +195,19 @@ impl Admin {
             Method::GET | Method::HEAD => self.admission.status(index).await,
             Method::PATCH => match self.wanted_slots(index, request).await {
                 Ok(slots) => match self.admission.set_slots(index, slots).await {
-                    Ok(status) => Ok(status),
+                    Ok(status) => {
+                        let limit = &*self.limits[index];
+                        match slots {
+                            Some(slots) => {
+                                tracing::info!(limit, slots, "an operator set the slots of a limit")
+                            }
+                            None => tracing::info!(
+                                limit,
+                                "an operator gave a limit its configured slots back"
+                            ),
+                        }
+                        Ok(status)
+                    }
                     Err(error) => {
                         return answer(StatusCode::SERVICE_UNAVAILABLE, TEXT, format!("{error}\n"));
                     }

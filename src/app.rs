@@ -231,7 +231,9 @@ impl Running {
                 self.adopt(config);
                 tracing::info!("the new configuration is in force");
             }
-            Err(error) => tracing::error!("the configuration stays as it was: {error}"),
+            Err(error) => {
+                tracing::error!("the configuration stays as it was: {}", error.plain());
+            }
         }
         systemd::tell(Progress::Ready);
     }

@@ -54,7 +54,8 @@ impl Admin {
             }
         };
         let name = &self.limits[limit];
-        tracing::info!(limit = %name, holder = %id, outcome = ?evicted, "an operator evicts a holder");
+        let outcome = evicted.as_str();
+        tracing::info!(limit = %name, holder = %id, outcome, "an operator asked to evict a holder");
         let done = |status, word| {
             json_answer(status, &json!({ "holder": id.to_string(), "evicted": word }))
         };

@@ -79,14 +79,21 @@ impl Signs {
             for (instance, _) in &outlook.instances {
                 self.gone(*instance, gone.contains(instance), outlook.presence, now);
             }
-            self.instances.retain(|id, _| outlook.instances.iter().any(|(known, _)| known == id));
+            self.instances.retain(|id, sign| {
+                let is_known = outlook.instances.iter().any(|(known, _)| known == id);
+                if sign.said && !is_known {
+                    tracing::info!(instance = %id, "what an instance that is gone had held is back");
+                }
+                is_known
+            });
         }
     }
 
-    /// After a store that was away each is silent until its next heartbeat, so one that is gone stays so for as long again.
+    /// After a store that was away each is silent until its next heartbeat, which comes within half a presence. A whole one
+    /// would be too long: the store speaks of the silent for a lease only.
     fn gone(&mut self, instance: Uuid, is_gone: bool, presence: Duration, now: Instant) {
         let sign = self.instances.entry(instance).or_default();
-        let patience = if sign.said { Duration::ZERO } else { presence };
+        let patience = if sign.said { Duration::ZERO } else { presence / 2 };
         match sign.see(is_gone, patience, now) {
             Some(true) => tracing::warn!(
                 %instance,
@@ -106,7 +113,7 @@ impl OfLimit {
             Some(true) => {
                 tracing::warn!(limit, slots, waiting, "a limit is full, and requests wait");
             }
-            Some(false) => tracing::info!(limit, "a limit has room again"),
+            Some(false) => tracing::info!(limit, "nobody is held up by a full limit any more"),
             None => {}
         }
     }

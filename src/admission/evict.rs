@@ -25,6 +25,22 @@ pub enum Eviction {
     Unknown,
 }
 
+impl Eviction {
+    /// For logs.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Cut => "cut",
+            Self::Told => "its instance was told",
+            Self::Idle => "no request runs under it",
+            Self::Deaf => "its instance doesn't hear",
+            Self::Gone => "its instance is gone",
+            Self::Removed => "removed",
+            Self::Plain => "a plain client has it",
+            Self::Unknown => "nobody has it",
+        }
+    }
+}
+
 impl Admission {
     /// Names whoever ends a request by its holder, and says whether it was there.
     pub fn cut_by(&self, cut: impl Fn(Uuid) -> bool + Send + Sync + 'static) {

@@ -49,6 +49,17 @@ pub enum ConfigError {
     },
 }
 
+impl ConfigError {
+    /// Without the colours that it has on a terminal.
+    pub fn plain(&self) -> String {
+        let text = self.to_string();
+        let mut parts = text.split("\x1b[");
+        let first = parts.next().unwrap_or_default();
+        let rest = parts.map(|part| part.split_once('m').map_or(part, |(_, rest)| rest));
+        [first].into_iter().chain(rest).collect()
+    }
+}
+
 struct KeyPrefix<'a>(&'a str);
 
 impl fmt::Display for KeyPrefix<'_> {
@@ -146,13 +157,13 @@ struct Place {
 impl Source {
     /// A text that isn't TOML.
     pub(super) fn unparsed(name: &str, text: &str) -> Self {
-        Self { name: name.to_owned(), shown: mask(text), places: Vec::new() }
+        Self { name: name.to_owned(), shown: calm(&mask(text)), places: Vec::new() }
     }
 
     pub(super) fn parsed(name: &str, text: &str, tree: &DeTable<'_>) -> Self {
         let mut places = Vec::new();
         collect_table(tree, "", &mut places);
-        let mut shown = mask(text);
+        let mut shown = calm(&mask(text));
         for place in places.iter().filter(|place| place.is_secret()) {
             blacken(&mut shown, place.span.clone());
         }
@@ -161,15 +172,22 @@ impl Source {
 
     pub(super) fn show(&self, problem: Problem) -> ConfigError {
         let (line, column) = self.position(problem.span.start);
-        let mut key = self.key_at(&problem.span).to_owned();
+        let mut key = visible(self.key_at(&problem.span));
         if let Some(missing) = problem.missing {
             key = dotted(&key, missing);
+        }
+        let mut rule = visible(&problem.rule);
+        // The one message of the parser that speaks of a key and doesn't name it.
+        if rule == "duplicate key"
+            && let Some(name) = self.shown.get(problem.span.clone())
+        {
+            rule = format!("duplicate key {name}");
         }
         ConfigError::Invalid {
             place: format!("{}:{line}:{column}", self.name),
             key,
             snippet: self.snippet(&problem),
-            rule: problem.rule,
+            rule,
         }
     }
 
@@ -259,6 +277,25 @@ fn mask(text: &str) -> String {
         blacken(&mut shown, start..start + secret);
     }
     shown
+}
+
+/// What a text does to a terminal is shown instead of done.
+fn visible(text: &str) -> String {
+    let shown = |letter: char| match letter.is_control() {
+        true => letter.escape_debug().to_string(),
+        false => letter.to_string(),
+    };
+    text.chars().map(shown).collect()
+}
+
+/// The same for a text of lines, of which every offset is kept.
+fn calm(text: &str) -> String {
+    let shown = |letter: char| match letter {
+        '\n' | '\r' | '\t' => letter.to_string(),
+        letter if letter.is_control() => "?".repeat(letter.len_utf8()),
+        letter => letter.to_string(),
+    };
+    text.chars().map(shown).collect()
 }
 
 /// Overwrites a range and keeps every offset.

@@ -159,7 +159,7 @@ const BAD_HEADS: &[(&str, &str)] = &[
         "2:13: store.when_down: must be \"closed\", \"local-share\" or \"open\"",
     ),
     ("[limits.\"a b\"]\nslots = 5", "1:9: limits.a b: a name must be 1 to 128"),
-    ("[limits.a]\nslots = 5\n[limits.a]\nslots = 6", "3:9: duplicate key"),
+    ("[limits.a]\nslots = 5\n[limits.a]\nslots = 6", "3:9: duplicate key a"),
     ("[upstreams.a]", "1:12: upstreams.a.endpoints: must be given"),
     ("[upstreams.a]\nendpoints = []", "2:13: upstreams.a.endpoints: must hold 1 to 256 endpoints"),
     (
@@ -690,5 +690,19 @@ fn bad_flags_are_named() {
         let error = quick(change).unwrap_err().to_string();
         assert!(error.starts_with(expected), "{error}");
         assert!(!error.contains("hunter2"), "{error}");
+    }
+}
+
+#[test]
+fn nothing_in_a_file_does_anything_to_a_terminal() {
+    for (text, shown) in [
+        ("\"\\u001b[2Jkey\\nEVIL\" = 3", "\\u{1b}[2Jkey\\nEVIL"),
+        ("[limits.\"a\\u001b]0;x\\u0007\"]\nslot = 3", "limits.a\\u{1b}]0;x\\u{7}.slot"),
+        ("[server]\nlisten = \"\u{9b}31m\u{1b}[2J\"", "listen = \"??31m?[2J\""),
+    ] {
+        let error = error_of(text);
+        assert!(error.contains(shown), "{error}");
+        assert!(!error.contains(|letter: char| letter.is_control() && letter != '\n'), "{error:?}");
+        assert!(!error.lines().any(|line| line.starts_with("EVIL")), "{error}");
     }
 }

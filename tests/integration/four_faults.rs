@@ -79,7 +79,7 @@ async fn a_limit_is_full() {
 #[tokio::test]
 async fn an_instance_is_killed_with_a_holder() {
     let (upstream, redis) = (Upstream::spawn().await, Redis::spawn().await);
-    let conf = one_limit(&upstream, 2).redis(&redis);
+    let conf = one_limit(&upstream, 2).redis(&redis).lease("12s");
     let (here, mut killed) = (Proxy::spawn(&conf).await, Proxy::spawn(&conf).await);
     let _silent = Raw::get(killed.addr(), "/silent").await;
     let counted = async |proxy: &Proxy| {
@@ -104,6 +104,8 @@ async fn an_instance_is_killed_with_a_holder() {
     watch.moved("a leaked holder", "TidegateHoldersOfNobody").await;
     counted(&here).await;
     assert_eq!(here.metric("tidegate_semaphore_local_holders{limit=\"llm\"}").await, 0.0);
+    let over = "what an instance that is gone had held is back";
+    eventually("it is over", async || here.log().contains(over)).await;
 }
 
 #[tokio::test]

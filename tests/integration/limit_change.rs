@@ -76,6 +76,10 @@ async fn a_change_that_could_not_be_made_is_not_made_later() {
     assert!(ended.status.success(), "{}", String::from_utf8_lossy(&ended.stderr));
     let order: String = redis.cli(&["HGET", "sem:llm:meta", "override"]).await;
     assert!(order.starts_with("1 3 "), "{order}");
+    assert!(run_to_end(&["limit", "llm", "--reset", "--admin", &admin]).await.status.success());
+    let log = proxy.log();
+    assert_eq!(log.matches("an operator set the slots of a limit").count(), 1, "{log}");
+    assert_eq!(log.matches("an operator gave a limit its configured slots back").count(), 1);
 }
 
 fn get_many(proxy: &Proxy, requests: usize) -> Vec<JoinHandle<Answer>> {
