@@ -30,7 +30,7 @@ use crate::{
     reply::{self, Reply},
     request_id::{RequestId, X_REQUEST_ID},
     route::{Miss, Routes},
-    server::{ClientConn, Handler, RequestBody, TurnedAway},
+    server::{ClientConn, Handler, RequestBody, TurnedAway, TwoLengths},
     target::{self, Objection},
     told::Told,
     tunnel::{self, Consent, Wish},
@@ -255,7 +255,10 @@ impl Proxy {
         let trusted = client::is_trusted(conn.peer().ip(), &self.trusted);
         let id = RequestId::of(&parts.headers, trusted);
         parts.headers.insert(X_REQUEST_ID, id.value());
-        let settled = target::settle(&mut parts);
+        let settled = match parts.extensions.get::<TwoLengths>() {
+            Some(_) => Err(Objection::Bad),
+            None => target::settle(&mut parts),
+        };
         notes.account =
             self.accounts.open(&mut parts, &id, trusted, |head| self.client(head, conn, trusted));
         let answer = match settled {
@@ -425,13 +428,11 @@ impl Proxy {
             return Ok((Outgoing::Empty, None));
         }
         let length = target::content_length(&parts.headers);
-        let is_small = length.is_some_and(|length| length <= SMALL_BODY);
-        if is_small
+        if let Some(length) = length.filter(|length| *length <= SMALL_BODY)
             && !parts.headers.contains_key(EXPECT)
-            && let Some(share) =
-                self.small_bodies.take(usize::try_from(length.unwrap_or(0)).unwrap_or(usize::MAX))
+            && let Some(share) = self.small_bodies.take(length as usize)
         {
-            let whole: Bytes = upload::read_small(body).await?;
+            let whole: Bytes = upload::read_small(body, length).await?;
             return Ok((Outgoing::Whole(whole), Some(share)));
         }
         Ok((Outgoing::Stream(body, Arc::new(Upload::default())), None))

@@ -67,6 +67,11 @@ pub trait Handler: Send + Sync + 'static {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Refused;
 
+/// Extension of a request that says in two ways how long its body is, or in a way that can't be read. hyper makes an innocent
+/// one of it; its connection is closed behind the answer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct TwoLengths;
+
 /// How the end of [`serve`] went.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Drained {

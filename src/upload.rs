@@ -60,17 +60,20 @@ const STOPPED: u8 = 2;
 const BROKEN: u8 = 3;
 const STALLED: u8 = 4;
 
-/// Reads a small body to its end.
+/// Reads a small body to its end, of which no more was announced.
 ///
 /// # Errors
 /// The reason to tell the client: it stalled, or broke the framing.
-pub(crate) async fn read_small(mut body: RequestBody) -> Result<Bytes, Reason> {
+pub(crate) async fn read_small(mut body: RequestBody, announced: u64) -> Result<Bytes, Reason> {
     let mut whole = Bytes::new();
     while let Some(frame) = body.frame().await {
         let frame = frame.map_err(|error| fault(&error))?;
         let Ok(data) = frame.into_data() else {
             continue;
         };
+        if (whole.len() + data.len()) as u64 > announced {
+            return Err(Reason::BadRequest);
+        }
         whole = if whole.is_empty() {
             data
         } else {

@@ -53,6 +53,8 @@ pub(super) struct Traffic {
     pub(super) is_between: AtomicBool,
     /// The first request, from 1, that named two lengths of its body; 0 if none did.
     pub(super) doubtful: AtomicU64,
+    /// The latest request was of HTTP/1.0.
+    pub(super) is_old: AtomicBool,
     /// HTTP is over.
     pub(super) is_tunnel: AtomicBool,
 }

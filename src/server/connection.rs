@@ -6,24 +6,25 @@ use std::{
     io::ErrorKind,
     net::SocketAddr,
     pin::{Pin, pin},
-    sync::Arc,
+    sync::{Arc, atomic::Ordering::Relaxed},
     task::{Context, Poll, Waker},
     time::Duration,
 };
 
-use http::{
-    HeaderValue, Request, Response, Version,
-    header::{CONNECTION, CONTENT_LENGTH},
-};
+use http::{HeaderValue, Request, Response, Version, header::CONNECTION};
 use http_body::Body;
 use hyper::{
     body::Incoming,
     rt::{Read, Write, bounds::Http2ServerConnExec},
-    server::conn::{http1, http2},
+    server::conn::{
+        http1::{self, Parts},
+        http2,
+    },
     service::{HttpService, service_fn},
 };
 use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
 use ipnet::IpNet;
+use socket2::SockRef;
 use tokio::{
     io::{AsyncRead, AsyncWrite, AsyncWriteExt},
     net::TcpStream,
@@ -31,7 +32,7 @@ use tokio::{
 };
 
 use super::{
-    Handler, Refused,
+    Handler, Refused, TwoLengths,
     announced::{self, Unannounced},
     body::{BodyWatch, RequestBody, ResponseBody},
     client::{ClientConn, Command, InFlight, REST},
@@ -42,7 +43,7 @@ use super::{
     io::{Metered, Socket},
     tls::{self, Tls},
     turned_away::{Notice, TurnedAway},
-    watchdog::{CLOSING_TIME, Limits, REST_TIME, Verdict, Watchdog},
+    watchdog::{CLOSING_TIME, Limits, REST_TIME, Verdict, Watchdog, Window},
 };
 use crate::config;
 
@@ -218,12 +219,13 @@ impl<H: Handler> Server<H> {
         if protocol == Protocol::Http2 {
             return Box::pin(self.converse_in_http2(front, stream, serving)).await;
         }
+        let mut idle = Window::begin();
         loop {
-            let conversation = self.converse_in_http1(front, stream, Arc::clone(&serving));
-            let Some((idle, since)) = Box::pin(conversation).await else { return };
-            front = idle;
+            let conversation = self.converse_in_http1(front, stream, Arc::clone(&serving), idle);
+            let Some(resting) = Box::pin(conversation).await else { return };
+            (front, idle) = resting;
             tracing::trace!(peer = %client.peer(), "idle: hyper's buffers are given up");
-            if !front.is_spoken_to(since + self.limits.keepalive).await {
+            if !front.is_spoken_to(idle.since + self.limits.keepalive).await {
                 let _ = time::timeout(CLOSING_TIME, front.shutdown()).await;
                 return;
             }
@@ -239,7 +241,7 @@ impl<H: Handler> Server<H> {
         T: AsyncRead + AsyncWrite + Send + Unpin + 'static,
     {
         let client = Arc::clone(&serving.client);
-        let watchdog = Watchdog::new(self.limits, front.since());
+        let watchdog = Watchdog::new(self.limits, front.since(), Window::begin());
         let service = service_fn(move |request| Arc::clone(&serving).call(request));
         let mut conn = pin!(self.http2.serve_connection(TokioIo::new(front), service));
         drive(conn.as_mut(), stream, &client, watchdog).await;
@@ -251,21 +253,27 @@ impl<H: Handler> Server<H> {
         front: Front<T>,
         stream: &Arc<TcpStream>,
         serving: Arc<Serving<H>>,
-    ) -> Option<(Front<T>, Instant)>
+        idle: Window,
+    ) -> Option<(Front<T>, Window)>
     where
         T: AsyncRead + AsyncWrite + Send + Unpin + 'static,
     {
         let client = Arc::clone(&serving.client);
-        let watchdog = Watchdog::new(self.limits, front.since());
+        let watchdog = Watchdog::new(self.limits, front.since(), idle);
         let service = service_fn(move |request| Arc::clone(&serving).call(request));
         let mut conn = self.http1.serve_connection(TokioIo::new(front), service).with_upgrades();
         match drive(Pin::new(&mut conn), stream, &client, watchdog).await {
-            Ended::Idle(since) => return Some((conn.into_parts()?.io.into_inner(), since)),
+            Ended::Idle(since) => {
+                let Parts { io, read_buf, .. } = conn.into_parts()?;
+                let mut front = io.into_inner();
+                front.put_back(read_buf);
+                return Some((front, since));
+            }
             Ended::Unreadable => {
                 // In a box, for its buffer.
                 let _ = time::timeout(REST_TIME, Box::pin(read_away(stream))).await;
             }
-            Ended::Otherwise => {}
+            Ended::Broken | Ended::Otherwise => {}
         }
         drop(conn);
         if let Some(tunnel) = client.take_tunnel() {
@@ -326,7 +334,9 @@ enum Ended {
     /// A head couldn't be read, and was answered.
     Unreadable,
     /// Not at all: it has been between two requests since then.
-    Idle(Instant),
+    Idle(Window),
+    /// In the middle of an answer, since there was no more of it.
+    Broken,
     Otherwise,
 }
 
@@ -382,11 +392,16 @@ where
             return Poll::Ready(Ended::Otherwise);
         }
         if let Poll::Ready(ended) = poll_conn(conn.as_mut(), cx, client) {
+            if ended == Ended::Broken && client.traffic.is_old.load(Relaxed) {
+                // HTTP/1.0 has no other way to tell that an answer isn't whole.
+                let _ = SockRef::from(stream).set_linger(Some(Duration::ZERO));
+            }
             return Poll::Ready(ended);
         }
         let mut close = match client.command() {
             Command::Serve => false,
-            Command::Drain => true,
+            // A head that has begun is read to its end; the watchdog waits no longer for it than ever.
+            Command::Drain => !client.traffic.in_head.load(Relaxed) || client.in_flight() > 0,
             Command::Cut => return Poll::Ready(Ended::Otherwise),
         };
         while let Poll::Ready(verdict) = watchdog.as_mut().poll(cx, client) {
@@ -418,8 +433,11 @@ where
         Poll::Ready(Ok(())) => Poll::Ready(Ended::Otherwise),
         Poll::Ready(Err(error)) => {
             tracing::debug!(peer = %client.peer(), %error, "connection ended");
-            let unreadable = error.is_parse();
-            Poll::Ready(if unreadable { Ended::Unreadable } else { Ended::Otherwise })
+            Poll::Ready(match error {
+                error if error.is_parse() => Ended::Unreadable,
+                error if error.is_user() => Ended::Broken,
+                _ => Ended::Otherwise,
+            })
         }
         Poll::Pending => {
             // Reading wakes this task through the body's channel when hyper must be polled again.
@@ -444,9 +462,11 @@ impl<H: Handler> Serving<H> {
     ) -> impl Future<Output = Result<Response<ResponseBody<H::Body>>, Infallible>> + Send {
         // Here and not in the future: the head is complete now.
         let in_flight = self.client.begin();
-        if self.client.is_doubtful() {
-            // hyper took it away, and the handler shall see what the client said.
-            request.headers_mut().insert(CONTENT_LENGTH, HeaderValue::from_static("0"));
+        let is_doubtful = self.client.is_doubtful();
+        self.client.traffic.is_old.store(request.version() == Version::HTTP_10, Relaxed);
+        if is_doubtful {
+            // hyper took one of them away, and the handler shall know what the client said.
+            request.extensions_mut().insert(TwoLengths);
         }
         async move {
             let version = request.version();
@@ -456,6 +476,10 @@ impl<H: Handler> Serving<H> {
                 && version < Version::HTTP_2
             {
                 close_if_unread(&mut response, &body, &self.client);
+            }
+            if is_doubtful {
+                // Nobody knows what the next bytes are.
+                response.headers_mut().insert(CONNECTION, HeaderValue::from_static("close"));
             }
             Ok(tied(response, in_flight))
         }

@@ -16,6 +16,10 @@ pub(super) struct Framing {
     /// The beginning of a line whose end has yet to come.
     line: [u8; LINE],
     len: usize,
+    /// Whether more of it came than there was room for.
+    is_cut: bool,
+    /// Whether it ends in a carriage return so far.
+    has_return: bool,
     head: Head,
     /// How many heads have ended.
     heads: u64,
@@ -40,6 +44,8 @@ struct Head {
     is_chunked: bool,
     has_length: bool,
     length: Option<u64>,
+    /// How long the body is was said in a line too long to be read.
+    is_unclear: bool,
 }
 
 // === impl Framing ===
@@ -50,13 +56,15 @@ impl Framing {
             place: Place::Head,
             line: [0; LINE],
             len: 0,
+            is_cut: false,
+            has_return: false,
             head: Head::default(),
             heads: 0,
             doubtful: None,
         }
     }
 
-    /// The number, from 1, of the first request that said in two ways how long it is.
+    /// The number, from 1, of the first request that said in two ways how long it is, or not so that it can be read.
     pub(super) fn doubtful(&self) -> Option<u64> {
         self.doubtful
     }
@@ -96,15 +104,20 @@ impl Framing {
                         self.keep(bytes);
                         return;
                     };
-                    if self.len == 0 {
-                        self.see(trimmed(&bytes[..end]));
+                    let (line, rest) = bytes.split_at(end + 1);
+                    bytes = rest;
+                    let has_return = line.len().checked_sub(2).map(|at| line[at] == b'\r');
+                    if self.place == Place::Trailers && !has_return.unwrap_or(self.has_return) {
+                        // As hyper has it, this is within a line.
+                        self.keep(line);
+                    } else if self.len == 0 {
+                        self.see(trimmed(&line[..end]), false);
                     } else {
-                        self.keep(&bytes[..end]);
-                        let line = self.line;
-                        self.see(trimmed(&line[..self.len]));
-                        self.len = 0;
+                        self.keep(&line[..end]);
+                        let kept = self.line;
+                        self.see(trimmed(&kept[..self.len]), self.is_cut);
+                        (self.len, self.is_cut, self.has_return) = (0, false, false);
                     }
-                    bytes = &bytes[end + 1..];
                 }
             }
         }
@@ -118,13 +131,15 @@ impl Framing {
         let size = bytes.len().min(LINE - self.len);
         self.line[self.len..][..size].copy_from_slice(&bytes[..size]);
         self.len += size;
+        self.is_cut |= size < bytes.len();
+        self.has_return = bytes.last().map_or(self.has_return, |last| *last == b'\r');
     }
 
-    fn see(&mut self, line: &[u8]) {
+    fn see(&mut self, line: &[u8], is_cut: bool) {
         match self.place {
             Place::ChunkSize => self.place = chunk(line),
             Place::Trailers if line.is_empty() => self.place = Place::Head,
-            Place::Head if !line.is_empty() => self.head.see(line),
+            Place::Head if !line.is_empty() => self.head.see(line, is_cut),
             // Line ends in front of a request mean nothing.
             Place::Head if self.head.lines > 0 => self.end_head(),
             _ => {}
@@ -134,7 +149,8 @@ impl Framing {
     fn end_head(&mut self) {
         let head = std::mem::take(&mut self.head);
         self.heads += 1;
-        if head.is_chunked && head.has_length && self.doubtful.is_none() {
+        let is_doubtful = head.is_unclear || (head.is_chunked && head.has_length);
+        if is_doubtful && self.doubtful.is_none() {
             self.doubtful = Some(self.heads);
         }
         self.place = match head {
@@ -148,7 +164,7 @@ impl Framing {
 // === impl Head ===
 
 impl Head {
-    fn see(&mut self, line: &[u8]) {
+    fn see(&mut self, line: &[u8], is_cut: bool) {
         self.lines += 1;
         // Most lines say nothing here, and end here.
         if !matches!(line[0], b'c' | b'C' | b't' | b'T') {
@@ -156,8 +172,10 @@ impl Head {
         }
         if field(line, b"transfer-encoding").is_some() {
             self.is_chunked = true;
+            self.is_unclear |= is_cut;
         } else if let Some(value) = field(line, b"content-length") {
             self.has_length = true;
+            self.is_unclear |= is_cut;
             self.length = std::str::from_utf8(value).ok().and_then(|text| text.parse().ok());
         }
     }
@@ -245,6 +263,34 @@ mod tests {
             assert_eq!((framing.doubtful(), framing.heads), (None, 1), "{text:?}");
             assert!(!framing.is_in_head());
         }
+    }
+
+    #[test]
+    fn a_trailer_ends_where_hyper_lets_it_end() {
+        let next = "POST /next HTTP/1.1\r\nHost: a\r\nContent-Length: 3\r\n\r\nabc";
+        let fake = "GET / HTTP/1.1\nContent-Length: 5\nTransfer-Encoding: chunked";
+        for trailers in ["\n\r\n", "X: y\n\n", "\n\n", "X: y\nZ\r\n"] {
+            let text = format!(
+                "{POST}Transfer-Encoding: chunked\r\n\r\n0\r\n{trailers}{fake}\r\n\r\n{next}"
+            );
+            let framing = followed(&text);
+            assert_eq!((framing.doubtful(), framing.heads), (None, 2), "{trailers:?}");
+        }
+    }
+
+    #[test]
+    fn a_length_that_is_too_long_to_be_read_is_doubtful() {
+        for padding in ["0".repeat(LINE), " ".repeat(LINE), "\t".repeat(LINE)] {
+            let mut framing = Framing::new();
+            let head = format!("{POST}Content-Length: {padding}5\r\n\r\n");
+            let (first, second) = head.split_at(head.len() - 5);
+            framing.follow(first.as_bytes());
+            framing.follow(second.as_bytes());
+            assert_eq!(framing.doubtful(), Some(1), "{padding:?}");
+        }
+        // Other fields may be as long as they like.
+        let long = format!("{POST}Cookie: {}\r\nContent-Length: 2\r\n\r\nab", "c".repeat(999));
+        assert_eq!((followed(&long).doubtful(), followed(&long).heads), (None, 1));
     }
 
     #[test]

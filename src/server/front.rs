@@ -10,13 +10,13 @@ use std::{
     pin::Pin,
     sync::{Arc, atomic::Ordering::Relaxed},
     task::{Context, Poll, ready},
+    time::Duration,
 };
 
 use bytes::{Buf, Bytes};
 use http::{Response, StatusCode};
 use tokio::{
     io::{AsyncRead, AsyncWrite, ReadBuf},
-    task::yield_now,
     time::{self, Instant},
 };
 
@@ -33,6 +33,8 @@ pub(super) type Words = Arc<dyn Fn(StatusCode, &ClientConn) -> Response<Bytes> +
 pub(super) struct Front<T> {
     inner: T,
     prefix: Option<Prefix>,
+    /// What hyper had read when it gave the connection up, and was followed then.
+    put_back: Bytes,
     client: Arc<ClientConn>,
     /// HTTP/1 alone has heads that this can follow.
     http1: Option<Http1>,
@@ -45,6 +47,8 @@ struct Http1 {
     answer: Option<Bytes>,
 }
 
+/// How long a resting connection listens on when a drain begins.
+const ON_THE_WAY: Duration = Duration::from_millis(50);
 /// How hyper's own answer begins, and its status. Every answer of a handler says more than these.
 const AUTOMATIC: [(&[u8], StatusCode); 3] = [
     (b"HTTP/1.1 400 Bad Request\r\n", StatusCode::BAD_REQUEST),
@@ -69,12 +73,17 @@ impl<T> Front<T> {
         words: Option<Words>,
     ) -> Self {
         let http1 = words.map(|words| Http1 { framing: Framing::new(), words, answer: None });
-        Self { inner, prefix: Some(prefix), client, http1 }
+        Self { inner, prefix: Some(prefix), put_back: Bytes::new(), client, http1 }
     }
 
     /// When the first byte came that hyper has yet to see.
     pub(super) fn since(&self) -> Instant {
         self.prefix.as_ref().map_or_else(Instant::now, |prefix| prefix.since)
+    }
+
+    /// Has hyper read this again before anything else.
+    pub(super) fn put_back(&mut self, bytes: Bytes) {
+        self.put_back = bytes;
     }
 
     fn came(&mut self, bytes: &[u8]) {
@@ -101,8 +110,8 @@ impl<T: AsyncRead + Unpin> Front<T> {
         let Self { inner, client, .. } = self;
         let told = async {
             client.told(Command::Drain).await;
-            // What has come by then is still seen.
-            yield_now().await;
+            // What is on its way is still seen.
+            time::sleep(ON_THE_WAY).await;
         };
         self.prefix = tokio::select! {
             biased;
@@ -179,6 +188,11 @@ impl<T: AsyncRead + Unpin> AsyncRead for Front<T> {
         cx: &mut Context<'_>,
         buf: &mut ReadBuf<'_>,
     ) -> Poll<io::Result<()>> {
+        if self.put_back.has_remaining() {
+            let size = self.put_back.len().min(buf.remaining());
+            buf.put_slice(&self.put_back.split_to(size));
+            return Poll::Ready(Ok(()));
+        }
         let before = buf.filled().len();
         if let Some(prefix) = self.prefix.take() {
             // No buffer of hyper's is smaller.

@@ -60,8 +60,7 @@ impl Handler for Scripted {
         conn: &Arc<ClientConn>,
     ) -> Response<Self::Body> {
         let path = request.uri().path().to_owned();
-        let length = request.headers().get(http::header::CONTENT_LENGTH).cloned();
-        let length = length.map(|length| length.to_str().unwrap().to_owned());
+        let is_doubtful = request.extensions().get::<TwoLengths>().is_some();
         let body = request.into_body();
         match path.as_str() {
             "/ok" => text(StatusCode::OK, "ok"),
@@ -69,7 +68,7 @@ impl Handler for Scripted {
                 let address = conn.address().to_str().unwrap();
                 text(StatusCode::OK, format!("{} at {address}", conn.peer()))
             }
-            "/length" => text(StatusCode::OK, format!("length {}", length.unwrap_or_default())),
+            "/length" => text(StatusCode::OK, format!("doubtful: {is_doubtful}")),
             "/panic" => panic!("a handler's bug"),
             "/hang" => {
                 let _dropped = OnDrop(self.events.clone());

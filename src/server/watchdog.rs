@@ -39,9 +39,9 @@ pub(super) struct Limits {
 }
 
 /// Progress since some moment.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Window {
-    since: Instant,
+    pub(super) since: Instant,
     moved: u64,
 }
 
@@ -51,7 +51,7 @@ pub(super) enum Verdict {
     /// Close it when its requests are done.
     Close,
     /// Take it from hyper until the client speaks again: it has been between two requests since then.
-    Rest(Instant),
+    Rest(Window),
     /// Drop it, for this reason.
     Cut(&'static str),
 }
@@ -92,11 +92,20 @@ impl Limits {
     }
 }
 
+// === impl Window ===
+
+impl Window {
+    /// From now on, and nothing has moved yet.
+    pub(super) fn begin() -> Self {
+        Self { since: Instant::now(), moved: 0 }
+    }
+}
+
 // === impl Watchdog ===
 
 impl Watchdog {
-    pub(super) fn new(limits: Limits, first_byte: Instant) -> Self {
-        let now = Instant::now();
+    /// `idle` since the last request, if there was one before.
+    pub(super) fn new(limits: Limits, first_byte: Instant, idle: Window) -> Self {
         let since = |since| Window { since, moved: 0 };
         Self {
             sleep: time::sleep(limits.brief),
@@ -106,7 +115,7 @@ impl Watchdog {
                 head: Some(since(first_byte)),
                 write: None,
                 rest_since: None,
-                idle: since(now),
+                idle,
                 closing: false,
                 closing_since: None,
             },
@@ -217,7 +226,10 @@ impl State {
 
     fn check_idle(&mut self, now: Instant, on: &ClientConn) -> Option<Verdict> {
         let requests = on.requests();
-        let busy = on.in_flight() > 0 || on.traffic.write_blocked.load(Relaxed) || on.has_rest();
+        let busy = on.in_flight() > 0
+            || on.traffic.write_blocked.load(Relaxed)
+            || on.traffic.in_head.load(Relaxed)
+            || on.has_rest();
         if busy || requests != self.idle.moved {
             self.idle = Window { since: now, moved: requests };
         }
@@ -226,7 +238,7 @@ impl State {
             return None;
         }
         if on.traffic.is_between.load(Relaxed) && on.bodies.open.load(Acquire) == 0 {
-            return Some(Verdict::Rest(self.idle.since));
+            return Some(Verdict::Rest(self.idle));
         }
         (idle >= self.limits.keepalive).then_some(Verdict::Close)
     }

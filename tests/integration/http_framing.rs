@@ -346,6 +346,21 @@ async fn b15_a_host_that_is_no_url_is_no_target() {
 }
 
 #[tokio::test]
+async fn a04_trailers_with_bare_line_ends_say_nothing_of_the_next_request() {
+    for carrier in Carrier::HTTP1 {
+        let pair = Pair::new(carrier).await;
+        let fake = "GET / HTTP/1.1\ncontent-length: 5\ntransfer-encoding: chunked";
+        let first = format!(
+            "POST /echo HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\n0\r\nx: y\n\n{fake}\r\n\r\n"
+        );
+        let next = "POST /echo HTTP/1.1\r\nhost: a\r\ncontent-length: 8\r\nconnection: close\r\n\r\nARRIVES!";
+        let answer = pair.say(first + next).await;
+        assert!(answer.ends_with("ARRIVES!"), "{answer}");
+        assert_eq!(pair.upstream.total(), 2);
+    }
+}
+
+#[tokio::test]
 async fn b16_connect_goes_nowhere() {
     for carrier in Carrier::ALL {
         let pair = Pair::new(carrier).await;

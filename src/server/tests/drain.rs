@@ -72,3 +72,21 @@ async fn a_request_that_is_on_its_way_is_answered() {
     assert!(reply.ends_with("ok"), "{reply}");
     assert_eq!(running.drained().await, Drained { cut: 0 });
 }
+
+#[tokio::test]
+async fn a_head_that_has_begun_is_read_to_its_end_and_answered() {
+    let mut running = Running::new(|_| ()).await;
+    let ok = "GET /ok HTTP/1.1\r\nHost: a\r\n\r\n";
+    let (begun, rest) = ok.split_at(20);
+    // Read together with the request before it.
+    let mut client = running.send(format!("{ok}{begun}").as_bytes()).await;
+    read_until(&mut client, "ok").await;
+    let mut other = running.send(ok.as_bytes()).await;
+    read_until(&mut other, "ok").await;
+    running.stop().await;
+    // The other one learns of the drain at the same time.
+    assert_eq!(read_all(&mut other).await, "");
+    client.write_all(rest.as_bytes()).await.unwrap();
+    assert!(read_all(&mut client).await.ends_with("ok"));
+    assert_eq!(running.drained().await.cut, 0);
+}
