@@ -131,6 +131,7 @@ impl Upstream {
         let busy = sent.busy();
         let Failed { cause, on, spare } = match answer {
             Ok((response, on)) => {
+                busy.standing.answered();
                 self.endpoints.note(&busy, Some(response.status()));
                 return Ok((response, Line::new(busy, on)));
             }
@@ -139,6 +140,7 @@ impl Upstream {
         // A connection that was too old says nothing about its endpoint.
         let was_old = matches!(cause, Cause::Broken(_)) && spare.is_some();
         if !was_old && upload.is_none_or(|upload| upload.fault().is_none()) {
+            busy.standing.unanswered(Instant::now());
             self.endpoints.note(&busy, None);
         }
         let spare = spare.and_then(|request| {

@@ -27,6 +27,7 @@ fn endpoint(state: &EntryState) -> Value {
                 "address": endpoint.addr.to_string(),
                 "state": endpoint.word,
                 "in_flight": endpoint.in_flight,
+                "silent_ms": endpoint.silent.map(|silent| silent.as_millis() as u64),
             })
         })
         .collect();

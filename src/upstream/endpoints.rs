@@ -99,6 +99,8 @@ pub(crate) struct EndpointState {
     /// up, unhealthy, ejected
     pub(crate) word: &'static str,
     pub(crate) in_flight: usize,
+    /// For how long it has answered nothing, if the latest request got no answer.
+    pub(crate) silent: Option<Duration>,
 }
 
 #[derive(Debug, Default)]
@@ -217,7 +219,7 @@ impl Endpoints {
 
     /// How each entry does, in the order of the configuration.
     pub(super) fn state(&self) -> Vec<EntryState> {
-        let known = self.known.borrow();
+        let (known, now) = (self.known.borrow(), Instant::now());
         let state = |entry: &Arc<Entry>| {
             let endpoints = known.endpoints.iter();
             EntryState {
@@ -229,6 +231,7 @@ impl Endpoints {
                         addr: endpoint.addr,
                         word: endpoint.standing.word(),
                         in_flight: endpoint.load(),
+                        silent: endpoint.standing.silent_for(now),
                     })
                     .collect(),
             }

@@ -39,6 +39,8 @@ pub(super) struct Standing {
     failures: AtomicU32,
     /// What follows from the notes.
     is_out: AtomicBool,
+    /// Whether the latest request got no answer; since when is noted.
+    is_silent: AtomicBool,
     notes: Mutex<Notes>,
 }
 
@@ -46,6 +48,7 @@ pub(super) struct Standing {
 struct Notes {
     is_unhealthy: bool,
     is_ejected: bool,
+    silent_since: Option<Instant>,
     /// How often in a row, without as long a stay in between as the last ejection was.
     ejections: u32,
     /// When it came back, and how long it had been out.
@@ -73,7 +76,28 @@ impl Standing {
         }
     }
 
-    /// A request was answered.
+    /// Something was answered, whatever it was.
+    pub(super) fn answered(&self) {
+        if self.is_silent.load(Ordering::Relaxed) {
+            let mut notes = self.lock();
+            self.is_silent.store(false, Ordering::Relaxed);
+            notes.silent_since = None;
+        }
+    }
+
+    /// It couldn't be reached, or closed the connection.
+    pub(super) fn unanswered(&self, now: Instant) {
+        let mut notes = self.lock();
+        self.is_silent.store(true, Ordering::Relaxed);
+        notes.silent_since.get_or_insert(now);
+    }
+
+    /// For how long nothing has been answered, if the latest request wasn't.
+    pub(super) fn silent_for(&self, now: Instant) -> Option<Duration> {
+        self.lock().silent_since.map(|since| now.saturating_duration_since(since))
+    }
+
+    /// A request was answered well.
     pub(super) fn served(&self) {
         if self.failures.load(Ordering::Relaxed) != 0 {
             self.failures.store(0, Ordering::Relaxed);
@@ -140,6 +164,7 @@ pub(super) async fn check_for_ever(endpoint: Weak<Endpoint>, check: HealthCheck)
         match answer.map_err(BoxError::from).flatten() {
             Ok(()) => {
                 (good, bad) = (good + 1, 0);
+                asked.standing.answered();
                 if good >= check.healthy && asked.standing.set_unhealthy(false) {
                     let (upstream, endpoint) = asked.names();
                     tracing::info!(upstream, endpoint, addr = %asked.addr, "an endpoint is healthy");
@@ -232,6 +257,18 @@ mod tests {
         assert_eq!((standing.failed(), standing.failed()), (1, 2));
         standing.served();
         assert_eq!(standing.failed(), 1);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn silence_counts_from_its_first_request_to_any_answer() {
+        let standing = Standing::default();
+        assert_eq!(standing.silent_for(Instant::now()), None);
+        standing.unanswered(Instant::now());
+        tokio::time::advance(Duration::from_secs(3)).await;
+        standing.unanswered(Instant::now());
+        assert_eq!(standing.silent_for(Instant::now()), Some(Duration::from_secs(3)));
+        standing.answered();
+        assert_eq!(standing.silent_for(Instant::now()), None);
     }
 
     #[test]
