@@ -264,12 +264,21 @@ impl Admission {
         self.store.status(&self.limits[limit]).await
     }
 
+    /// Whether a limit is being counted anew: the store says so, or has forgotten what it told at the last heartbeat.
+    pub fn is_recovering(&self, outlook: &Outlook, limit: usize, status: &SetStatus) -> bool {
+        let end = status.recovery + self.limits[limit].recovery;
+        let is_forgotten = status.lease == 0 && outlook.sets[limit].lease > 0;
+        outlook.recovering || is_forgotten || (status.recovery > 0 && status.now < end)
+    }
+
     /// A limit as this instance has it without asking: slots as of the last heartbeat, holders and waiters its own.
     pub fn known(&self, outlook: &Outlook, limit: usize) -> SetStatus {
         let seen = &outlook.sets[limit];
         let waiting = outlook.waiting[limit].iter();
         SetStatus {
-            slots: seen.slots,
+            // As configured, until a heartbeat has told.
+            slots: if seen.lease > 0 { seen.slots } else { self.limits[limit].slots },
+            lease: seen.lease,
             used: seen.used.max(outlook.local[limit]),
             waiting: waiting.map(|(count, oldest)| (*count, oldest.as_millis() as i64)).collect(),
             by_instance: std::iter::once((self.instance(), outlook.local[limit])).collect(),

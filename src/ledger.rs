@@ -226,7 +226,7 @@ impl Ledger {
             Some(set) => set.status(now, recovery, &spec.classes),
             None => {
                 let waiting = vec![(0, 0); spec.classes.len()];
-                SetStatus { waiting, recovery, ..SetStatus::default() }
+                SetStatus { waiting, recovery, now, ..SetStatus::default() }
             }
         }
     }

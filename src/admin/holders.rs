@@ -19,7 +19,12 @@ impl Admin {
                 let name = &self.limits[limit];
                 let holders: Vec<Value> =
                     holders.iter().map(|holder| holder_status(name, holder)).collect();
-                json_answer(StatusCode::OK, &json!({ "holders": holders }))
+                // Looked at behind the list, so that one which was forgotten in between isn't told as whole.
+                let status = self.admission.status(limit).await.ok();
+                let outlook = self.admission.outlook();
+                let is_recovering = self.is_recovering(&outlook, limit, status.as_ref());
+                let listed = json!({ "holders": holders, "recovering": is_recovering });
+                json_answer(StatusCode::OK, &listed)
             }
             Err(error) => answer(StatusCode::SERVICE_UNAVAILABLE, TEXT, format!("{error}\n")),
         }

@@ -28,7 +28,7 @@ impl Admin {
         let known = self.known();
         let Known { outlook, .. } = &known;
         let mut limits = Map::new();
-        let mut failed = None;
+        let (mut failed, mut recovers) = (None, outlook.recovering);
         for (index, name) in self.limits.iter().enumerate() {
             // A store that doesn't answer once isn't asked again for every limit.
             let status = match &failed {
@@ -38,7 +38,9 @@ impl Admin {
             if let Err(error) = &status {
                 failed.get_or_insert_with(|| error.clone());
             }
-            limits.insert(name.to_string(), self.limit_status(&known, index, status));
+            let status = self.limit_status(&known, index, status);
+            recovers |= status["recovering"] == true;
+            limits.insert(name.to_string(), status);
         }
         let rates = self.rates.iter();
         let rates = rates.map(|rate| (rate.to_string(), json!({ "refused": self.refused(rate) })));
@@ -52,7 +54,7 @@ impl Admin {
                 "when_down": self.when_down,
                 "away": outlook.away,
             },
-            "recovery": outlook.recovering,
+            "recovery": recovers,
             "draining": *self.draining.borrow(),
             "last_reload": self.metrics.reloads().last().map(|(at, worked)| json!({
                 "at": humantime::format_rfc3339_seconds(at).to_string(),
@@ -71,7 +73,7 @@ impl Admin {
         })
     }
 
-    /// One limit: exact where the store answers, else as this instance knows it, which is told with its age.
+    /// One limit: exact where the store answers and knows of all who hold, else as this instance knows it, which is told with its age.
     pub(super) fn limit_status(
         &self,
         Known { outlook, longest_holds }: &Known,
@@ -79,8 +81,13 @@ impl Admin {
         status: Result<SetStatus, StoreError>,
     ) -> Value {
         let name = &self.limits[index];
-        let is_exact = status.is_ok() && !self.keyed[index];
-        let status = status.unwrap_or_else(|_| self.admission.known(outlook, index));
+        let is_recovering = self.is_recovering(outlook, index, status.as_ref().ok());
+        // A set that no heartbeat has told of isn't counted yet.
+        let counted = status
+            .ok()
+            .filter(|set| outlook.up && !is_recovering && !self.keyed[index] && set.lease > 0);
+        let is_exact = counted.is_some();
+        let status = counted.unwrap_or_else(|| self.admission.known(outlook, index));
         let local = status.by_instance.get(&self.instance).copied().unwrap_or(0);
         let hold = outlook.hold[index].map(|hold| hold.as_secs_f64());
         let waiting: u32 = status.waiting.iter().map(|(count, _)| count).sum();
@@ -94,8 +101,13 @@ impl Admin {
         let by_instance = by_instance.map(|(id, slots)| (id.to_string(), json!(slots)));
         let arrival_rate = outlook.arrival_rate[index];
         let oldest = status.waiting.iter().map(|(_, oldest)| *oldest).max();
-        let queue_seconds =
-            hold.map(|hold| f64::from(waiting) * hold / f64::from(status.slots.max(1)));
+        let longest_hold = longest_holds.get(name).copied();
+        // Holds that haven't ended are no part of the mean: of an upstream that hangs they say more.
+        let held = longest_hold.map(|held| held.as_secs_f64()).into_iter().chain(hold);
+        let queue_seconds = held
+            .reduce(f64::max)
+            .filter(|_| status.slots > 0)
+            .map(|held| f64::from(waiting) * held / f64::from(status.slots));
         let order = outlook.sets[index].order.as_ref();
         json!({
             "slots": status.slots,
@@ -108,15 +120,29 @@ impl Admin {
             "arrival_rate": arrival_rate,
             "needed_slots": hold.map(|hold| arrival_rate * hold),
             "hold_ms": hold.map(|hold| hold * 1000.0),
-            "longest_hold_ms": longest_holds.get(name).copied().map(ms),
+            "longest_hold_ms": longest_hold.map(ms),
             "max_hold_ms": self.max_hold[index].map(ms),
             "overridden": order.is_some_and(|order| order.slots.is_some()),
             "keyed": self.keyed[index],
             "exact": is_exact,
+            "recovering": is_recovering,
             "stale_ms": if is_exact { 0 } else { ms(outlook.seen) },
             "refused": self.refused(name),
             "holders_by_instance": by_instance.collect::<Map<_, _>>(),
         })
+    }
+
+    /// Whether a limit is being counted anew, as far as the store says, or said.
+    pub(super) fn is_recovering(
+        &self,
+        outlook: &Outlook,
+        index: usize,
+        status: Option<&SetStatus>,
+    ) -> bool {
+        match status.filter(|_| !self.keyed[index]) {
+            Some(status) => self.admission.is_recovering(outlook, index, status),
+            None => outlook.recovering,
+        }
     }
 
     /// How many this instance refused in the name of a limit or a rate, or of neither, by reason; since its start.

@@ -36,7 +36,16 @@ async fn watch(instance: &Remote, every: Duration, json: bool) -> Result<(), Rem
         let text = match instance.status().await {
             Ok(status) if json => format!("{status}\n"),
             Ok(status) => remote::table(&status, ink) + if redraws { "" } else { "\n" },
-            Err(error @ RemoteError::Unreachable(..)) => format!("{error}; trying again\n"),
+            Err(error @ RemoteError::Unreachable(..)) => {
+                let text = format!("{error}; trying again\n");
+                if redraws {
+                    text
+                } else {
+                    // Whoever reads figures from a pipe gets nothing else.
+                    eprint!("{text}");
+                    String::new()
+                }
+            }
             Err(error) => return Err(error),
         };
         let clear = if redraws { "\x1b[H\x1b[2J" } else { "" };

@@ -101,6 +101,8 @@ pub(super) enum Take {
 pub struct SetStatus {
     /// N in force.
     pub slots: u32,
+    /// The lease in force, ms; 0 where the store doesn't know the set.
+    pub lease: i64,
     /// Slots taken by holders whose lease isn't over.
     pub used: u32,
     /// Per class: how many wait, and for how long the oldest has, ms.
@@ -109,6 +111,8 @@ pub struct SetStatus {
     pub by_instance: HashMap<Uuid, u32>,
     /// When the latest recovery started, store's ms.
     pub recovery: i64,
+    /// When this was looked at, store's ms.
+    pub now: i64,
 }
 
 /// The cap of a class: its share of the slots, at least one.

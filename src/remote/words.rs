@@ -17,8 +17,11 @@ enum Tone {
     Bad,
 }
 
-/// Stands behind slots that an operator set.
-const OVERRIDDEN: char = '*';
+/// Stands behind slots that each value of a key has.
+const EACH: &str = " each";
+
+/// What is so while the store's memory may be incomplete.
+const ANEW: &str = "slots are being counted anew";
 
 /// One cell of a table.
 struct Cell(String, Tone);
@@ -72,11 +75,14 @@ pub fn table(status: &Value, ink: Ink) -> String {
         ]
     });
     let table = head(status, ink) + &laid_out(&titles, 1, rows.collect(), ink);
-    let mut limits = status["limits"].as_object().into_iter().flatten();
-    match limits.any(|(_, limit)| limit["overridden"] == true) {
-        true => table + "* set by an operator, over what is configured\n",
-        false => table,
-    }
+    let has = |key: &str| {
+        let mut limits = status["limits"].as_object().into_iter().flatten();
+        limits.any(|(_, limit)| limit[key] == true)
+    };
+    let set =
+        if has("overridden") { "* set by an operator, over what is configured\n" } else { "" };
+    let each = "each: so many for each value of its key; the other figures are of all values in use here\n";
+    table + set + if has("keyed") { each } else { "" }
 }
 
 /// One row for each holder.
@@ -101,10 +107,14 @@ pub fn holders(listed: &Value, ink: Ink) -> String {
             ]
         })
         .collect();
-    if rows.is_empty() {
-        return "nobody holds a slot\n".to_owned();
+    let nobody = rows.is_empty();
+    let table = || laid_out(&titles, titles.len(), rows, ink);
+    match (listed["recovering"] == true, nobody) {
+        (false, false) => table(),
+        (false, true) => "nobody holds a slot\n".to_owned(),
+        (true, false) => ink.paint(ANEW, Tone::Warn) + ": some holders may be missing\n" + &table(),
+        (true, true) => ink.paint(ANEW, Tone::Warn) + ": no holder is known yet\n",
     }
-    laid_out(&titles, titles.len(), rows, ink)
 }
 
 /// What became of an eviction.
@@ -119,15 +129,17 @@ pub fn evicted(answer: &Value) -> &'static str {
 
 /// One limit in one line.
 pub fn line(name: &str, limit: &Value) -> String {
-    let Figures { slots, in_use, waiting, oldest, hold, queue, .. } = Figures::of(limit);
+    let Figures { in_use, waiting, oldest, hold, queue, .. } = Figures::of(limit);
     let set = if limit["overridden"] == true { " (set by an operator)" } else { "" };
-    let slots = slots.trim_end_matches(OVERRIDDEN);
+    let slots = plain(&limit["slots"]);
+    let each = if limit["keyed"] == true { " for each value of its key" } else { "" };
+    let anew = if limit["recovering"] == true { ", being counted anew" } else { "" };
     let stale = match limit["stale_ms"].as_f64().filter(|_| limit["keyed"] != true) {
         Some(age) if age > 0.0 => format!(", stale: of {} ago", time(Some(age))),
         _ => String::new(),
     };
     format!(
-        "{name}: {slots} slots{set}, {in_use} in use, {waiting} waiting, oldest {oldest}, hold {hold}, queue {queue}{stale}\n"
+        "{name}: {slots} slots{each}{set}, {in_use} in use, {waiting} waiting, oldest {oldest}, hold {hold}, queue {queue}{anew}{stale}\n"
     )
 }
 
@@ -159,7 +171,46 @@ fn head(status: &Value, ink: Ink) -> String {
         let stale = format!("; what follows is stale, of {} ago", time(Some(age)));
         head += &ink.paint(&stale, Tone::Bad);
     }
+    if status["last_reload"]["worked"] == false {
+        let at = escaped(status["last_reload"]["at"].as_str().unwrap_or("-"));
+        let refused = format!("\nthe configuration of {at} was refused; an older one is in force");
+        head += &ink.paint(&refused, Tone::Bad);
+    }
+    for ill in ill(status) {
+        head += &ink.paint(&format!("\n{ill}"), Tone::Bad);
+    }
     head + "\n"
+}
+
+/// What is wrong with endpoints, each in a line.
+fn ill(status: &Value) -> Vec<String> {
+    let mut lines = Vec::new();
+    for (upstream, of) in status["upstreams"].as_object().into_iter().flatten() {
+        for endpoint in of["endpoints"].as_array().into_iter().flatten() {
+            let name = escaped(endpoint["endpoint"].as_str().unwrap_or("-"));
+            let mut say = |who: &str, how: &str| {
+                lines.push(format!("upstream {}: {who} {how}", escaped(upstream)))
+            };
+            let addresses = endpoint["addresses"].as_array().map_or(&[][..], Vec::as_slice);
+            if addresses.is_empty() {
+                say(&name, "has no address");
+            }
+            for at in addresses {
+                let address = escaped(at["address"].as_str().unwrap_or("-"));
+                let who =
+                    if name == address { name.clone() } else { format!("{name} ({address})") };
+                match at["state"].as_str().filter(|word| *word != "up") {
+                    Some(word) => say(&who, &format!("is {}", escaped(word))),
+                    None if at["silent_ms"].is_u64() => {
+                        let silent = time(at["silent_ms"].as_f64());
+                        say(&who, &format!("has answered no request for {silent}"));
+                    }
+                    None => {}
+                }
+            }
+        }
+    }
+    lines
 }
 
 /// A table whose first `words` columns are words, and the others figures, which stand right.
@@ -239,15 +290,19 @@ impl Figures {
         let is_keyed = limit["keyed"] == true;
         let longest = limit["longest_hold_ms"].as_f64();
         Self {
-            slots: match limit["overridden"] == true {
-                true => plain(&limit["slots"]) + &OVERRIDDEN.to_string(),
-                false => plain(&limit["slots"]),
+            slots: {
+                let mark = if limit["overridden"] == true { "*" } else { "" };
+                let each = if is_keyed { EACH } else { "" };
+                format!("{}{mark}{each}", plain(&limit["slots"]))
             },
             in_use: plain(&limit["in_use"]),
             is_full: !is_keyed && limit["in_use"].as_u64() >= limit["slots"].as_u64(),
             waiting,
             oldest: time(oldest),
-            queue: time(limit["queue_seconds"].as_f64().map(|seconds| seconds * 1000.0)),
+            queue: match limit["queue_seconds"].as_f64() {
+                None if waiting > 0 && limit["slots"] == 0 => "never".to_owned(),
+                seconds => time(seconds.map(|seconds| seconds * 1000.0)),
+            },
             rate: limit["arrival_rate"]
                 .as_f64()
                 .map_or("-".to_owned(), |rate| format!("{rate:.1}/s")),
@@ -301,6 +356,53 @@ db               5       0        0       -      -        -      -        -     
 * set by an operator, over what is configured
 ";
         assert_eq!(table(&status(), Ink::NONE), expected);
+    }
+
+    #[test]
+    fn what_is_ill_stands_above_the_table() {
+        let address = |address: &str, state: &str, silent: Value| json!({ "address": address, "state": state, "in_flight": 0, "silent_ms": silent });
+        let endpoint = |endpoint: &str, addresses: Vec<Value>| json!({ "endpoint": endpoint, "ejections": 0, "addresses": addresses });
+        let endpoints = [
+            endpoint("10.0.0.1:80", vec![address("10.0.0.1:80", "up", json!(null))]),
+            endpoint("10.0.0.2:80", vec![address("10.0.0.2:80", "up", json!(12_000))]),
+            endpoint("db:80", vec![address("10.0.0.3:80", "ejected", json!(5))]),
+            endpoint("gone", vec![]),
+        ];
+        let status = json!({
+            "instance": "i", "store": { "kind": "redis", "up": true },
+            "upstreams": { "a\u{1b}": { "endpoints": endpoints } },
+            "last_reload": { "at": "2026-01-02T03:04:05Z", "worked": false },
+        });
+        let expected = "\
+instance i, store redis up
+the configuration of 2026-01-02T03:04:05Z was refused; an older one is in force
+upstream a\\u{1b}: 10.0.0.2:80 has answered no request for 12.0s
+upstream a\\u{1b}: db:80 (10.0.0.3:80) is ejected
+upstream a\\u{1b}: gone has no address
+";
+        assert_eq!(head(&status, Ink::NONE), expected);
+    }
+
+    #[test]
+    fn slots_of_a_key_are_marked_and_a_queue_without_slots_never_ends() {
+        let mut limit = json!({ "slots": 1, "in_use": 4, "waiting": {}, "keyed": true });
+        let status = json!({ "limits": { "tenant": limit.clone() } });
+        let text = table(&status, Ink::NONE);
+        assert!(text.contains("\ntenant  1 each       4 "), "{text}");
+        assert!(text.ends_with("of all values in use here\n"), "{text}");
+        assert!(line("t", &limit).starts_with("t: 1 slots for each value of its key, 4 in use"));
+        limit =
+            json!({ "slots": 0, "in_use": 0, "waiting": { "normal": 1 }, "queue_seconds": null });
+        assert!(line("t", &limit).ends_with(", queue never\n"), "{}", line("t", &limit));
+    }
+
+    #[test]
+    fn what_is_counted_anew_is_not_told_as_it_is() {
+        let limit = json!({ "slots": 2, "in_use": 1, "recovering": true, "stale_ms": 500 });
+        assert!(line("llm", &limit).ends_with(", being counted anew, stale: of 500ms ago\n"));
+        let listed = json!({ "holders": [], "recovering": true });
+        let expected = "slots are being counted anew: no holder is known yet\n";
+        assert_eq!(holders(&listed, Ink::NONE), expected);
     }
 
     #[test]

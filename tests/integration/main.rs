@@ -21,6 +21,7 @@ mod global_limit;
 mod harness;
 mod hazards;
 mod holders;
+mod honest;
 mod http2_conformance;
 mod http_clients;
 mod http_endpoints;

@@ -15,7 +15,9 @@ use tokio::{
     task::JoinHandle,
 };
 
-use crate::harness::{Answer, Client, Proxy, Raw, Redis, Upstream, eventually, one_limit, within};
+use crate::harness::{
+    Answer, Client, Proxy, Raw, Redis, Reload, Upstream, eventually, one_limit, unused_addr, within,
+};
 
 const CARD: &str = ".limit[data-name=llm]";
 const VERDICT: &str = "#verdict p:first-child";
@@ -270,6 +272,28 @@ async fn it_fits_a_phone_and_the_dark_and_has_its_picture_taken() {
     browser.finds_no_trouble().await;
     upstream.open(100);
     drop(requests);
+}
+
+#[tokio::test]
+async fn it_tells_of_a_refused_file_and_of_upstreams_that_are_gone() {
+    let (other, addr) = (Upstream::spawn().await, unused_addr());
+    let conf = one_limit(&other, 3).endpoint(format!("http://{addr}"));
+    let proxy = Proxy::spawn(&conf).await;
+    let mut browser = Browser::at(&proxy).await;
+    browser.sees(VERDICT, "All is well").await;
+    let bad = proxy.text(&conf).replace("slots = 3", "slots = -3");
+    assert_eq!(proxy.reconfigure(&bad).await, Reload::Refused);
+    browser.sees(VERDICT, "The latest configuration was refused.").await;
+    assert_eq!(Client::new().get(proxy.addr(), "/status/200").await.status, 502);
+    let words = format!("Upstream llm: {addr} has answered no request for");
+    browser.sees(VERDICT, &words).await;
+    // And what is less bad stands behind it.
+    browser.sees("#verdict p:nth-child(2)", "The latest configuration was refused.").await;
+
+    let _back = Upstream::spawn_at(addr).await;
+    assert_eq!(Client::new().get(proxy.addr(), "/status/200").await.status, 200);
+    browser.sees(VERDICT, "The latest configuration was refused.").await;
+    browser.finds_no_trouble().await;
 }
 
 #[tokio::test]

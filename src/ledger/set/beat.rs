@@ -172,6 +172,7 @@ impl Set {
         };
         SetStatus {
             slots: self.meta.slots.unwrap_or(0),
+            lease: self.meta.slots.map_or(0, |_| self.meta.lease),
             used,
             waiting: classes
                 .iter()
@@ -180,6 +181,7 @@ impl Set {
                 .collect(),
             by_instance,
             recovery,
+            now,
         }
     }
 }

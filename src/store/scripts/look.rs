@@ -62,15 +62,15 @@ pub(in crate::store) fn evict(keys: &Keys, set: &SetSpec, evict: &Evict) -> Look
 pub(in crate::store) fn read_status(reply: Value) -> Result<SetStatus, StoreError> {
     let mut reader = Reader::of(reply)?;
     let slots = reader.number()?;
-    let _lease = reader.int()?;
+    let lease = reader.int()?;
     let used = reader.number()?;
     let recovery = reader.int()?;
-    let _now = reader.int()?;
+    let now = reader.int()?;
     let waiting = reader.many(|reader| Ok((reader.number()?, reader.int()?)))?;
     let by_instance: Vec<(Uuid, u32)> =
         reader.many(|reader| Ok((reader.id()?, reader.number()?)))?;
     let by_instance = by_instance.into_iter().collect();
-    Ok(SetStatus { slots, used, waiting, by_instance, recovery })
+    Ok(SetStatus { slots, lease, used, waiting, by_instance, recovery, now })
 }
 
 pub(in crate::store) fn read_holders(
