@@ -252,23 +252,21 @@ impl Admission {
         self.leases.outlook().of(&places)
     }
 
-    /// A limit as the store has it now.
+    /// A limit as the store has it now; of one with a key, whose sets are many, only how the store itself does.
     ///
     /// # Errors
     /// See [`StoreError`].
     pub async fn status(&self, limit: usize) -> Result<SetStatus, StoreError> {
-        if self.limits[limit].keyed {
-            // One set for each value: what this instance knows of those that it uses.
-            return Ok(self.known(&self.outlook(), limit));
-        }
         self.store.status(&self.limits[limit]).await
     }
 
     /// Whether a limit is being counted anew: the store says so, or has forgotten what it told at the last heartbeat.
     pub fn is_recovering(&self, outlook: &Outlook, limit: usize, status: &SetStatus) -> bool {
-        let end = status.recovery + self.limits[limit].recovery;
-        let is_forgotten = status.lease == 0 && outlook.sets[limit].lease > 0;
-        outlook.recovering || is_forgotten || (status.recovery > 0 && status.now < end)
+        let set = &self.limits[limit];
+        let lacks_set = !set.keyed && status.lease == 0 && outlook.sets[limit].lease > 0;
+        // Every fleet began with a recovery.
+        let is_forgotten = outlook.up && (status.recovery == 0 || lacks_set);
+        outlook.recovering || is_forgotten || status.now < status.recovery + set.recovery
     }
 
     /// A limit as this instance has it without asking: slots as of the last heartbeat, holders and waiters its own.

@@ -132,14 +132,14 @@ impl Admin {
         })
     }
 
-    /// Whether a limit is being counted anew, as far as the store says, or said.
+    /// Whether a limit is being counted anew, as the store says, or said last.
     pub(super) fn is_recovering(
         &self,
         outlook: &Outlook,
         index: usize,
         status: Option<&SetStatus>,
     ) -> bool {
-        match status.filter(|_| !self.keyed[index]) {
+        match status {
             Some(status) => self.admission.is_recovering(outlook, index, status),
             None => outlook.recovering,
         }

@@ -61,6 +61,29 @@ async fn a_store_that_forgot_everything_is_not_told_as_empty() {
 }
 
 #[tokio::test]
+async fn holders_of_a_key_that_were_forgotten_are_not_told_as_none() {
+    let (upstream, redis) = (Upstream::spawn().await, Redis::spawn().await);
+    let conf = one_limit(&upstream, 2).redis(&redis).lease("6s");
+    let proxy = Proxy::spawn(&conf.limit("recovery = \"strict\"\nkey = \"client-ip\"")).await;
+    eventually("the start's recovery is over", async || {
+        holders(&proxy).await["recovering"] != true
+    })
+    .await;
+    let _silent = Raw::get(proxy.addr(), "/silent").await;
+    upstream.wait_current(1).await;
+    eventually("it is listed", async || printed(&proxy, &["holders", "llm"]).await.contains("AGE"))
+        .await;
+
+    redis.cli::<()>(&["FLUSHALL"]).await;
+
+    let told = printed(&proxy, &["holders", "llm"]).await;
+    assert!(told.starts_with("slots are being counted anew"), "{told}");
+    assert_eq!(proxy.status().await["recovery"], true);
+    let told = printed(&proxy, &["status"]).await;
+    assert!(told.contains("\nllm    2 each       1 "), "{told}");
+}
+
+#[tokio::test]
 async fn a_limit_that_an_operator_closed_is_told_as_closed() {
     let (upstream, redis) = (Upstream::spawn().await, Redis::spawn().await);
     let proxy = Proxy::spawn(&one_limit(&upstream, 2).redis(&redis)).await;

@@ -130,9 +130,10 @@ async fn what_the_gone_left_behind_is_freed_by_who_insists() {
 async fn it_tells_that_an_upstream_hangs() {
     let upstream = Upstream::spawn().await;
     let proxy = Proxy::spawn(&one_limit(&upstream, 2).limit("max_hold = \"10s\"")).await;
+    // It may have to wait for its turn.
+    let mut browser = Browser::at(&proxy).await;
     let _silent = Raw::get(proxy.addr(), "/silent").await;
     upstream.wait_current(1).await;
-    let mut browser = Browser::at(&proxy).await;
     browser.sees(VERDICT, "llm: a request has held its slots for").await;
     browser.sees("#verdict p:nth-child(2)", "Its upstream is slow, or hangs").await;
     // Cut at the end of its time.
