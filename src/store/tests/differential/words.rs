@@ -61,8 +61,8 @@ pub(super) fn significant(field: &String, value: &mut String) -> bool {
 pub(super) fn status_text(status: &SetStatus) -> String {
     let waiting: Vec<u32> = status.waiting.iter().map(|class| class.0).collect();
     let by_instance = BTreeMap::from_iter(&status.by_instance);
-    let SetStatus { slots, used, recovery, .. } = status;
-    format!("{slots} {used} {waiting:?} {by_instance:?} {recovery}")
+    let SetStatus { slots, lease, used, recovery, .. } = status;
+    format!("{slots} {lease} {used} {waiting:?} {by_instance:?} {recovery}")
 }
 
 pub(super) fn brief(call: &Call) -> String {
