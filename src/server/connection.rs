@@ -266,7 +266,7 @@ impl<H: Handler> Server<H> {
             Ended::Idle(since) => {
                 let Parts { io, read_buf, .. } = conn.into_parts()?;
                 let mut front = io.into_inner();
-                front.put_back(read_buf);
+                front.put_back(&read_buf);
                 return Some((front, since));
             }
             Ended::Unreadable => {

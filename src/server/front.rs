@@ -82,8 +82,9 @@ impl<T> Front<T> {
     }
 
     /// Has hyper read this again before anything else.
-    pub(super) fn put_back(&mut self, bytes: Bytes) {
-        self.put_back = bytes;
+    pub(super) fn put_back(&mut self, bytes: &[u8]) {
+        // A copy, since these few hold all of hyper's buffer.
+        self.put_back = Bytes::copy_from_slice(bytes);
     }
 
     fn came(&mut self, bytes: &[u8]) {
