@@ -53,15 +53,16 @@ pub(crate) async fn eventually(what: &str, mut condition: impl AsyncFnMut() -> b
 /// same twice in this process.
 pub(crate) fn unused_addr() -> SocketAddr {
     static NEXT: AtomicU16 = AtomicU16::new(0);
-    let start = (std::process::id() % 20_000) as u16;
-    for _ in 0..20_000 {
-        let port = 12_000 + (start + NEXT.fetch_add(1, Ordering::Relaxed) % 20_000) % 20_000;
+    // A Redis of a Cluster listens 10,000 higher as well, which is still below the ports that clients are given.
+    let start = (std::process::id() % 10_000) as u16;
+    for _ in 0..10_000 {
+        let port = 12_000 + (start + NEXT.fetch_add(1, Ordering::Relaxed) % 10_000) % 10_000;
         let addr = SocketAddr::from(([127, 0, 0, 1], port));
         if TcpListener::bind(addr).is_ok() {
             return addr;
         }
     }
-    panic!("no free port between 12000 and 32000");
+    panic!("no free port between 12000 and 22000");
 }
 
 /// Sends a signal (`TERM`, `STOP`, `CONT`, `KILL`) to one process.
