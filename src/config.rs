@@ -25,6 +25,7 @@ mod tests;
 mod tls;
 
 pub use error::ConfigError;
+pub(crate) use error::escaped;
 pub use headers::HeaderRules;
 pub use health::{Ejection, HealthCheck};
 pub use log::{Log, LogFormat, Traces};

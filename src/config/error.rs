@@ -172,11 +172,11 @@ impl Source {
 
     pub(super) fn show(&self, problem: Problem) -> ConfigError {
         let (line, column) = self.position(problem.span.start);
-        let mut key = visible(self.key_at(&problem.span));
+        let mut key = escaped(self.key_at(&problem.span));
         if let Some(missing) = problem.missing {
             key = dotted(&key, missing);
         }
-        let mut rule = visible(&problem.rule);
+        let mut rule = escaped(&problem.rule);
         // The one message of the parser that speaks of a key and doesn't name it.
         if rule == "duplicate key"
             && let Some(name) = self.shown.get(problem.span.clone())
@@ -279,23 +279,31 @@ fn mask(text: &str) -> String {
     shown
 }
 
-/// What a text does to a terminal is shown instead of done.
-fn visible(text: &str) -> String {
-    let shown = |letter: char| match letter.is_control() {
-        true => letter.escape_debug().to_string(),
-        false => letter.to_string(),
-    };
-    text.chars().map(shown).collect()
+/// A text that does nothing to a terminal, and doesn't read other than it is.
+pub(crate) fn escaped(text: &str) -> String {
+    let mut out = String::with_capacity(text.len());
+    for letter in text.chars() {
+        match is_tricky(letter) {
+            true => out.extend(letter.escape_unicode()),
+            false => out.push(letter),
+        }
+    }
+    out
 }
 
 /// The same for a text of lines, of which every offset is kept.
 fn calm(text: &str) -> String {
     let shown = |letter: char| match letter {
         '\n' | '\r' | '\t' => letter.to_string(),
-        letter if letter.is_control() => "?".repeat(letter.len_utf8()),
+        letter if is_tricky(letter) => "?".repeat(letter.len_utf8()),
         letter => letter.to_string(),
     };
     text.chars().map(shown).collect()
+}
+
+fn is_tricky(letter: char) -> bool {
+    letter.is_control()
+        || matches!(letter, '\u{200b}'..='\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2060}'..='\u{2069}' | '\u{feff}')
 }
 
 /// Overwrites a range and keeps every offset.

@@ -4,6 +4,8 @@ use std::io::{self, IsTerminal};
 
 use serde_json::Value;
 
+use crate::config::escaped;
+
 /// Whether words are coloured.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Ink(bool);
@@ -231,22 +233,6 @@ fn laid_out(titles: &[&str], words: usize, rows: Vec<Vec<Cell>>, ink: Ink) -> St
         }
         out += line.trim_end();
         out.push('\n');
-    }
-    out
-}
-
-/// Text that does nothing to a terminal, and doesn't read other than it is.
-fn escaped(text: &str) -> String {
-    let is_tricky = |c: char| {
-        c.is_control()
-            || matches!(c, '\u{200b}'..='\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2060}'..='\u{2069}' | '\u{feff}')
-    };
-    let mut out = String::with_capacity(text.len());
-    for c in text.chars() {
-        match c {
-            c if is_tricky(c) => out.extend(c.escape_unicode()),
-            c => out.push(c),
-        }
     }
     out
 }

@@ -302,15 +302,11 @@ fn is_within(peer: SocketAddr, nets: &[IpNet]) -> bool {
 
 /// Runs `future` until the acceptor has this command, or a stronger one.
 async fn until<F: Future>(client: &ClientConn, command: Command, future: F) -> Option<F::Output> {
-    let mut future = pin!(future);
-    poll_fn(|cx| {
-        client.waker.register(cx.waker());
-        if client.command() >= command {
-            return Poll::Ready(None);
-        }
-        future.as_mut().poll(cx).map(Some)
-    })
-    .await
+    tokio::select! {
+        biased;
+        () = client.told(command) => None,
+        output = future => Some(output),
+    }
 }
 
 /// Reads what comes behind a head that couldn't be read, or the close would be a reset and take our
