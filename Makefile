@@ -1,4 +1,4 @@
-.PHONY: demo test bench plot deb docs
+.PHONY: demo test release bench plot deb docs
 
 # A sample provider, two instances, traffic, a live table; nothing to install.
 demo:
@@ -8,12 +8,15 @@ demo:
 test:
 	tests/run.sh
 
+# target/trained/tidegate: what is released, compiled by what runs under load.
+release:
+	benches/release.sh
+
 # Tidegate beside HAProxy, nginx and nginx with a semaphore in Lua; see benches/compare/main.rs.
-# The program is built without the bench's own dependencies, whose features would change it.
-bench:
+PROGRAM = target/trained/tidegate
+bench: $(if $(filter target/trained/%,$(PROGRAM)),release)
 	benches/install.sh
-	cargo build --release --bin tidegate
-	install -D target/release/tidegate target/bench/tidegate
+	install -D $(PROGRAM) target/bench/tidegate
 	ulimit -n $$(ulimit -Hn) && cargo bench --bench compare
 
 # Draws what `make bench` saved, into docs/images.
@@ -21,9 +24,8 @@ plot:
 	cargo bench --bench compare -- plot
 
 # A Debian package in target/debian.
-deb:
-	cargo build --release --locked --bin tidegate
-	deploy/deb/build.sh
+deb: release
+	deploy/deb/build.sh target/trained/tidegate
 
 # Writes anew what the program says about its keys and its command line.
 docs:

@@ -15,7 +15,7 @@ use tidegate::{
 };
 
 #[global_allocator]
-static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
+static ALLOCATOR: tikv_jemallocator::Jemalloc = tikv_jemallocator::Jemalloc;
 
 /// Wrong usage or configuration, as clap has it.
 const EXIT_USAGE: u8 = 2;

@@ -152,9 +152,19 @@ pub(crate) fn machine() -> Vec<(&'static str, String)> {
         ("CPU", format!("{} x {}", cpus(), read("/proc/cpuinfo", "model name"))),
         ("memory", read("/proc/meminfo", "MemTotal")),
         ("system", format!("{}, Linux {}", read("/etc/os-release", "PRETTY_NAME"), kernel.trim())),
+        (
+            "build",
+            if is_trained() { "trained: make release" } else { "cargo build --release" }.to_owned(),
+        ),
     ];
     items.extend(programs.map(|(name, command)| (name, first_line(&command))));
     items
+}
+
+/// Whether the program under test is the one that is released.
+fn is_trained() -> bool {
+    let program = |folder| fs::read(format!("{folder}/tidegate"));
+    matches!((program(DIR), program("target/trained")), (Ok(tested), Ok(trained)) if tested == trained)
 }
 
 /// The first line that a command says, on whichever stream.
