@@ -35,6 +35,8 @@ if [ -z "$(find "$counts" -newer "$counting" 2> /dev/null)" ]; then
         tail -20 "$out/training.log" >&2
         exit 1
     }
+    # Figures of a program that counts are none.
+    rm -f target/bench/report-throughput-tls-*
     "$merge" merge -o "$counts" "$out"/raw/*.profraw
 fi
 build trained "-Cprofile-use=$counts"
