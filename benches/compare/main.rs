@@ -13,7 +13,8 @@
 //! pinned there.
 //!
 //! Environment: `BENCH_ROUNDS` (3), `BENCH_SECONDS` (2, of each load; some sections' loads last longer by a factor),
-//! `BENCH_ONLY` (sections, with commas between), `BENCH_SHORT` (set: a tenth of the connections, streams and bytes, to see that it
+//! `BENCH_ONLY` (sections, with commas between), `BENCH_CANDIDATES` (the same for those of `throughput`: two alone, over many
+//! rounds, can be compared more closely), `BENCH_SHORT` (set: a tenth of the connections, streams and bytes, to see that it
 //! works). `cargo bench --bench compare -- plot` draws the saved reports.
 
 use std::{env, process::ExitCode};
@@ -51,6 +52,8 @@ struct Run {
     seconds: u64,
     /// Whether this is only to see that everything works.
     short: bool,
+    /// The names of those that throughput is measured of, with commas between; of all if it is empty.
+    only: String,
     report: Report,
     marks: Vec<Mark>,
     failures: Vec<String>,
@@ -74,6 +77,10 @@ impl Run {
     /// So many, or a tenth in a short run.
     fn at_most(&self, count: usize) -> usize {
         if self.short { count / 10 } else { count }
+    }
+
+    fn compares(&self, candidate: Candidate) -> bool {
+        self.only.is_empty() || self.only.split(',').any(|name| name == candidate.name())
     }
 
     fn mark(&mut self, name: impl Into<String>, ratio: f64, bound: Bound) {
@@ -178,6 +185,7 @@ async fn compare() -> Result<bool> {
         rounds: usize::try_from(number("BENCH_ROUNDS", 3)?)?,
         seconds: number("BENCH_SECONDS", 2)?,
         short: env::var_os("BENCH_SHORT").is_some(),
+        only: env::var("BENCH_CANDIDATES").unwrap_or_default(),
         report: Report::default(),
         marks: Vec::new(),
         failures: Vec::new(),

@@ -37,7 +37,7 @@ pub(crate) async fn section(run: &mut Run) -> Result<()> {
     let setup = Setup::new(Cpus::Proxy, 1000, upstream.port, redis.port);
     let mut procs = Vec::new();
     for candidate in Candidate::ALL {
-        if candidate == Candidate::Direct {
+        if candidate == Candidate::Direct || !run.compares(candidate) {
             continue;
         }
         match candidate.start(&setup, 0).await {
