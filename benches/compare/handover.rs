@@ -12,7 +12,7 @@ use std::{
 use crate::{
     Bound, Candidate, Result, Run,
     candidates::{Setup, start_redis},
-    children::{Cpus, Proc},
+    children::Cpus,
     load::{burst, closed_loop, open_arrivals},
     report::{Disturbance, figure, median},
 };
