@@ -1,7 +1,7 @@
 #!/bin/sh
 # Builds target/trained/tidegate, laid out by what runs under load: a first program counts that while the short form of the
-# benchmark goes through it, and a second one is compiled by these counts (profile-guided optimization). It takes twice as long
-# as `cargo build --release`, and three minutes in between.
+# benchmark goes through it, and a second one is compiled by these counts (profile-guided optimization). It takes three
+# times as long as `cargo build --release`, since the benchmark is built as well, and some minutes of load.
 set -eu
 cd "$(dirname "$0")/.."
 benches/install.sh

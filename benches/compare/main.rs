@@ -53,7 +53,7 @@ struct Run {
     /// Whether this is only to see that everything works.
     short: bool,
     /// The names of those that throughput is measured of, with commas between; of all if it is empty.
-    only: String,
+    candidates: String,
     report: Report,
     marks: Vec<Mark>,
     failures: Vec<String>,
@@ -80,7 +80,8 @@ impl Run {
     }
 
     fn compares(&self, candidate: Candidate) -> bool {
-        self.only.is_empty() || self.only.split(',').any(|name| name == candidate.name())
+        self.candidates.is_empty()
+            || self.candidates.split(',').any(|name| name == candidate.name())
     }
 
     fn mark(&mut self, name: impl Into<String>, ratio: f64, bound: Bound) {
@@ -185,7 +186,7 @@ async fn compare() -> Result<bool> {
         rounds: usize::try_from(number("BENCH_ROUNDS", 3)?)?,
         seconds: number("BENCH_SECONDS", 2)?,
         short: env::var_os("BENCH_SHORT").is_some(),
-        only: env::var("BENCH_CANDIDATES").unwrap_or_default(),
+        candidates: env::var("BENCH_CANDIDATES").unwrap_or_default(),
         report: Report::default(),
         marks: Vec::new(),
         failures: Vec::new(),
