@@ -1,8 +1,8 @@
 //! Puts the parts together: configuration in, a running instance out.
 
 use std::{
-    error::Error, fmt::Display, future::Future, io, net::SocketAddr, pin::pin, process::ExitCode,
-    sync::Arc, time::Duration,
+    error::Error, fmt::Display, future::Future, io, net::SocketAddr, num::NonZero, pin::pin,
+    process::ExitCode, sync::Arc, thread, time::Duration,
 };
 
 use arc_swap::ArcSwap;
@@ -24,7 +24,7 @@ use crate::{
     proxy::Proxy,
     reason::Reason,
     reload::{Reloads, Source},
-    server,
+    server::{self, Workers},
     store::{MemoryStore, RedisStore, SlotStore, StoreError},
     systemd::{self, Progress, Sockets},
 };
@@ -47,6 +47,7 @@ pub struct App {
     listener: TcpListener,
     admin: Option<TcpListener>,
     log: Arc<Log>,
+    workers: Workers,
 }
 
 /// Why an instance didn't start.
@@ -55,6 +56,9 @@ pub enum StartError {
     /// A listener couldn't be bound.
     #[error("can't listen on {0}: {1}")]
     Bind(SocketAddr, io::Error),
+    /// A thread couldn't be started.
+    #[error("can't start a thread: {0}")]
+    Workers(io::Error),
     /// The store can't be used.
     #[error("{0}")]
     Store(#[from] StoreError),
@@ -97,13 +101,21 @@ impl App {
             Some(admin) => Some(listen(admin.listen, sockets.operators).await?),
             None => None,
         };
-        Ok(Self { config, store, listener, admin, log: Arc::new(Log::apart()) })
+        let (log, workers) = (Arc::new(Log::apart()), Workers::here());
+        Ok(Self { config, store, listener, admin, log, workers })
     }
 
     /// Has this log follow the configuration.
     #[must_use]
     pub fn with_log(mut self, log: Arc<Log>) -> Self {
         self.log = log;
+        self
+    }
+
+    /// Has connections served by these.
+    #[must_use]
+    pub fn with_workers(mut self, workers: Workers) -> Self {
+        self.workers = workers;
         self
     }
 
@@ -137,9 +149,12 @@ impl App {
         let (close, closed) = oneshot::channel();
         let proxy = Arc::clone(&running.proxy);
         let settings = running.settings.subscribe();
-        let serving = tokio::spawn(server::serve(self.listener, proxy, settings, async {
-            let _ = closed.await;
-        }));
+        let workers = Arc::new(self.workers);
+        let served_by = Arc::clone(&workers);
+        let serving =
+            tokio::spawn(server::serve(self.listener, proxy, settings, served_by, async {
+                let _ = closed.await;
+            }));
         let mut stop = pin!(stop);
         loop {
             tokio::select! {
@@ -156,6 +171,8 @@ impl App {
         let drained = serving.await.expect("the server doesn't panic");
         running.admission.leave(LEAVE_PATIENCE).await;
         running.proxy.load_full().flush(TELL_PATIENCE).await;
+        // Not before: what is left of connections that were cut gives its slots back on them.
+        drop(workers);
         drained.cut
     }
 }
@@ -292,8 +309,11 @@ pub fn main(
 ) -> ExitCode {
     // Before anything is bound, which may have something to say.
     log.adopt(&config.log);
-    on_runtime(threads, async {
-        let app = App::bind(config, sockets).await?.with_log(log);
+    let threads =
+        threads.unwrap_or_else(|| thread::available_parallelism().map_or(1, NonZero::get));
+    on_runtime(async {
+        let workers = Workers::start(threads).map_err(StartError::Workers)?;
+        let app = App::bind(config, sockets).await?.with_log(log).with_workers(workers);
         let reloads = Reloads::of(source);
         let admin = app.admin_addr().map(tracing::field::display);
         tracing::info!(listen = %app.addr(), admin, "ready for requests");
@@ -307,7 +327,7 @@ pub fn main(
 /// Shows a limit at work: a sample provider, two instances on one embedded store, and more clients than slots.
 pub fn demo(options: &cli::Demo) -> ExitCode {
     let slots = options.slots as usize;
-    on_runtime(None, async {
+    on_runtime(async {
         if let Some(addr) = options.provider_only {
             let provider = demo::Provider::start_at(addr, slots).await?;
             println!("a provider that refuses above {slots} listens at {}", provider.addr());
@@ -347,15 +367,9 @@ pub fn demo(options: &cli::Demo) -> ExitCode {
     })
 }
 
-fn on_runtime<E: Display>(
-    threads: Option<usize>,
-    main: impl Future<Output = Result<(), E>>,
-) -> ExitCode {
-    let mut builder = Builder::new_multi_thread();
-    if let Some(threads) = threads {
-        builder.worker_threads(threads);
-    }
-    let runtime = builder.enable_all().build().expect("the runtime's threads can be started");
+fn on_runtime<E: Display>(main: impl Future<Output = Result<(), E>>) -> ExitCode {
+    let runtime =
+        Builder::new_current_thread().enable_all().build().expect("the runtime can be started");
     let ended = runtime.block_on(main);
     // Whatever still runs has had its time.
     runtime.shutdown_background();

@@ -68,7 +68,6 @@ pub struct Proxy {
     seats: Arc<Gauge>,
     small_bodies: Arc<Gauge>,
     registry: Arc<Registry>,
-    runtime: Handle,
 }
 
 /// How one route's requests are treated.
@@ -200,7 +199,6 @@ impl Proxy {
             .upstreams
             .iter()
             .map(|upstream| kept(upstream).unwrap_or_else(|| Arc::new(Upstream::new(upstream))));
-        let runtime = Handle::current();
         let shared = |gauge: fn(&Self) -> &Arc<Gauge>, cap| {
             before.map_or_else(|| Gauge::new(cap), |before| Arc::clone(gauge(before)))
         };
@@ -217,9 +215,10 @@ impl Proxy {
             stall: config.server.stall_timeout,
             seats: shared(|proxy| &proxy.seats, config.server.max_in_flight),
             small_bodies: shared(|proxy| &proxy.small_bodies, SMALL_BODIES),
-            registry: before
-                .map_or_else(|| Registry::start(&runtime), |before| Arc::clone(&before.registry)),
-            runtime,
+            registry: before.map_or_else(
+                || Registry::start(&Handle::current()),
+                |before| Arc::clone(&before.registry),
+            ),
         })
     }
 
@@ -534,8 +533,7 @@ impl Proxy {
         };
         let registry = Arc::clone(&self.registry);
         let idle = call.upstream.tunnel_timeout;
-        let (upstream, runtime) = (call.upstream, self.runtime.clone());
-        let owner = Owner::new(held, upstream, upload, call.patience, registry, runtime);
+        let owner = Owner::new(held, call.upstream, upload, call.patience, registry);
         let mut answer = owner.send(call.request, started).await;
         if let Err(Failure { spare: Some(spare), .. }) = answer {
             answer = owner.send_again(*spare).await;

@@ -29,6 +29,7 @@ mod io;
 mod tls;
 mod turned_away;
 mod watchdog;
+mod workers;
 
 #[cfg(test)]
 mod tests;
@@ -36,6 +37,7 @@ mod tests;
 pub use body::{BodyError, RequestBody};
 pub use client::ClientConn;
 pub use turned_away::TurnedAway;
+pub use workers::Workers;
 
 /// Answers requests.
 ///
@@ -106,7 +108,8 @@ pub async fn serve<H: Handler>(
     listener: TcpListener,
     handler: Arc<H>,
     settings: watch::Receiver<config::Server>,
+    workers: Arc<Workers>,
     stop: impl Future<Output = ()>,
 ) -> Drained {
-    accept::Acceptor::new(listener, handler, settings).run(stop).await
+    accept::Acceptor::new(listener, handler, settings, workers).run(stop).await
 }

@@ -94,5 +94,8 @@ if [ ! -d target/page/node_modules/playwright-core ] ||
     npm ci --prefix target/page --no-audit --no-fund --ignore-scripts
 fi
 
+# Most of them wait most of the time: two for each processor.
+export RUST_TEST_THREADS="${RUST_TEST_THREADS:-$((2 * $(nproc)))}"
+
 echo "+ cargo test --locked $*"
 exec cargo test --locked "$@"

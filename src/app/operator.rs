@@ -14,7 +14,7 @@ use crate::{
 
 /// Shows every limit of a running instance, once or over and over.
 pub fn status(options: cli::Status) -> ExitCode {
-    on_runtime(Some(1), async {
+    on_runtime(async {
         let instance = Remote::new(options.admin.url, None);
         if let Some(every) = options.watch {
             return watch(&instance, every, options.json).await;
@@ -60,7 +60,7 @@ async fn watch(instance: &Remote, every: Duration, json: bool) -> Result<(), Rem
 
 /// Shows a limit of a running instance, or changes it first.
 pub fn limit(options: cli::Limit) -> ExitCode {
-    on_runtime(Some(1), async {
+    on_runtime(async {
         let change = options.change();
         let instance = Remote::new(options.admin.url, options.token);
         let limit = instance.limit(&options.limit, change).await?;
@@ -71,7 +71,7 @@ pub fn limit(options: cli::Limit) -> ExitCode {
 
 /// Lists who has slots of a limit.
 pub fn holders(options: cli::Holders) -> ExitCode {
-    on_runtime(Some(1), async {
+    on_runtime(async {
         let listed = Remote::new(options.admin.url, None).holders(&options.limit).await?;
         if options.json {
             println!("{listed:#}");
@@ -84,7 +84,7 @@ pub fn holders(options: cli::Holders) -> ExitCode {
 
 /// Ends the request of a holder.
 pub fn evict(options: cli::Evict) -> ExitCode {
-    on_runtime(Some(1), async {
+    on_runtime(async {
         let instance = Remote::new(options.admin.url, options.token);
         let answer = instance.evict(&options.limit, options.holder, options.force).await?;
         print!("{}", remote::evicted(&answer));

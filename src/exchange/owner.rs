@@ -25,13 +25,13 @@ use crate::{
 pub(crate) struct Owner(Arc<Exchange>);
 
 impl Owner {
+    /// Whatever outlives the request lives on the current runtime, as its upstream's connection does.
     pub(crate) fn new(
         held: Held,
         upstream: Arc<Upstream>,
         upload: Option<Arc<Upload>>,
         patience: Option<Duration>,
         registry: Arc<Registry>,
-        runtime: Handle,
     ) -> Self {
         let permit = &held.permit;
         let stay = permit.stay();
@@ -43,7 +43,7 @@ impl Owner {
             upload,
             patience,
             registry,
-            runtime,
+            runtime: Handle::current(),
             state: Mutex::new(State {
                 phase: Phase::Idle(held, None),
                 stay,

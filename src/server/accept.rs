@@ -4,7 +4,7 @@ use std::{
     convert::Infallible,
     future::Future,
     io,
-    net::SocketAddr,
+    net::{self, SocketAddr},
     pin::pin,
     sync::{Arc, Weak},
     time::Duration,
@@ -22,6 +22,7 @@ use super::{
     client::{ClientConn, Command},
     connection::Server,
     crowd::Crowd,
+    workers::Workers,
 };
 use crate::config;
 
@@ -38,6 +39,7 @@ const CUT_GRACE: Duration = Duration::from_secs(1);
 /// Owns the listener and knows every connection.
 pub(super) struct Acceptor<H> {
     listener: TcpListener,
+    workers: Arc<Workers>,
     handler: Arc<H>,
     server: Arc<Server<H>>,
     settings: watch::Receiver<config::Server>,
@@ -56,6 +58,7 @@ impl<H: Handler> Acceptor<H> {
         listener: TcpListener,
         handler: Arc<H>,
         mut settings: watch::Receiver<config::Server>,
+        workers: Arc<Workers>,
     ) -> Self {
         prepare(&listener);
         let (alive, all_gone) = mpsc::channel(1);
@@ -63,6 +66,7 @@ impl<H: Handler> Acceptor<H> {
         let crowd = Arc::default();
         Self {
             listener,
+            workers,
             permits: Arc::new(Semaphore::new(now.max_connections)),
             max_connections: now.max_connections,
             drain_timeout: now.drain_timeout,
@@ -112,13 +116,16 @@ impl<H: Handler> Acceptor<H> {
         }
     }
 
-    fn start(&mut self, (stream, peer, permit): (TcpStream, SocketAddr, OwnedSemaphorePermit)) {
+    fn start(&mut self, (stream, peer, permit): Accepted) {
         let client = Arc::new(ClientConn::new(peer, self.server.is_secure()));
         self.remember(Arc::downgrade(&client));
         let server = Arc::clone(&self.server);
         let alive = self.alive.clone();
-        tokio::spawn(async move {
-            server.connection(stream, client).await;
+        self.workers.serve(async move {
+            match TcpStream::from_std(stream) {
+                Ok(stream) => server.connection(stream, client).await,
+                Err(error) => tracing::warn!(%error, "a connection can't be watched"),
+            }
             drop((permit, alive));
         });
     }
@@ -160,15 +167,16 @@ async fn changed(settings: &mut watch::Receiver<config::Server>) {
     }
 }
 
+type Accepted = (net::TcpStream, SocketAddr, OwnedSemaphorePermit);
+
 /// Waits for a permit and only then for a connection: at the cap new clients wait in the backlog.
-async fn next(
-    listener: &TcpListener,
-    permits: &Arc<Semaphore>,
-) -> (TcpStream, SocketAddr, OwnedSemaphorePermit) {
+async fn next(listener: &TcpListener, permits: &Arc<Semaphore>) -> Accepted {
     let permit = Arc::clone(permits).acquire_owned().await.expect("the semaphore is never closed");
     let mut pause = BACKOFF.0;
     loop {
-        match listener.accept().await {
+        let accepted = listener.accept().await;
+        // It may be served by another runtime than this one.
+        match accepted.and_then(|(stream, peer)| Ok((stream.into_std()?, peer))) {
             Ok((stream, peer)) => {
                 // Fails only when the client has already left, which the connection finds out.
                 let _ = stream.set_nodelay(true);

@@ -20,6 +20,7 @@ mod hangup;
 mod idle;
 mod refusal;
 mod timeouts;
+mod workers;
 
 /// Far more than anything here takes.
 const PATIENCE: Duration = Duration::from_secs(20);
@@ -178,9 +179,12 @@ impl Running {
         let handler = Arc::new(Scripted { events: send, gate: Semaphore::new(0) });
         let (stop, stopped) = oneshot::channel();
         let (_, settings) = watch::channel(settings);
-        let served = tokio::spawn(serve(listener, Arc::clone(&handler), settings, async {
+        let stopped = async {
             let _ = stopped.await;
-        }));
+        };
+        let workers = Arc::new(Workers::here());
+        let served =
+            tokio::spawn(serve(listener, Arc::clone(&handler), settings, workers, stopped));
         Self { addr, events, handler, stop: Some(stop), served }
     }
 

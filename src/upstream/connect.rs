@@ -8,6 +8,7 @@
 use std::{
     io,
     net::SocketAddr,
+    os::fd::AsFd,
     pin::Pin,
     sync::{
         Arc,
@@ -46,6 +47,8 @@ pub(crate) struct Connector {
 #[derive(Debug, Default)]
 pub(crate) struct UpstreamConn {
     aborted: AtomicBool,
+    /// Whether its socket is to be watched by the runtime on which it is next used.
+    moved: AtomicBool,
     closed: AtomicBool,
     gone: Notify,
     /// Whether a response came over it before.
@@ -82,6 +85,11 @@ impl UpstreamConn {
         self.aborted.store(true, Ordering::Release);
         self.reader.wake();
         self.writer.wake();
+    }
+
+    /// From now on the runtime on which it is next used waits for its bytes.
+    pub(super) fn move_to_next(&self) {
+        self.moved.store(true, Ordering::Relaxed);
     }
 
     /// Waits until the socket was closed.
@@ -216,6 +224,17 @@ impl Connection for Socket {
 }
 
 impl Socket {
+    /// Has this runtime watch it, if it was told to move.
+    fn settle(&mut self) -> io::Result<()> {
+        let conn = &self.closing.0;
+        if conn.moved.load(Ordering::Relaxed) {
+            conn.moved.store(false, Ordering::Relaxed);
+            let again = self.stream.as_fd().try_clone_to_owned()?;
+            self.stream = TcpStream::from_std(again.into())?;
+        }
+        Ok(())
+    }
+
     fn written(
         &self,
         cx: &Context<'_>,
@@ -238,6 +257,7 @@ impl AsyncRead for Socket {
         cx: &mut Context<'_>,
         buf: &mut ReadBuf<'_>,
     ) -> Poll<io::Result<()>> {
+        self.settle()?;
         let before = buf.filled().len();
         let read = Pin::new(&mut self.stream).poll_read(cx, buf);
         let conn = &self.closing.0;
@@ -259,6 +279,7 @@ impl AsyncWrite for Socket {
         buf: &[u8],
     ) -> Poll<io::Result<usize>> {
         self.closing.0.check()?;
+        self.settle()?;
         let written = Pin::new(&mut self.stream).poll_write(cx, buf);
         self.written(cx, written)
     }
@@ -269,6 +290,7 @@ impl AsyncWrite for Socket {
         bufs: &[io::IoSlice<'_>],
     ) -> Poll<io::Result<usize>> {
         self.closing.0.check()?;
+        self.settle()?;
         let written = Pin::new(&mut self.stream).poll_write_vectored(cx, bufs);
         self.written(cx, written)
     }

@@ -9,6 +9,7 @@ use std::{
     pin::Pin,
     sync::Arc,
     task::{Context, Poll, Waker},
+    thread::{self, ThreadId},
 };
 
 use http::{Request, header::UPGRADE};
@@ -27,6 +28,8 @@ pub(crate) struct Link {
     /// None where a task drives it, and once it has ended.
     driver: Option<Driver>,
     has_task: bool,
+    /// Where its bytes come in.
+    thread: ThreadId,
 }
 
 struct Driver(Pin<Box<dyn Future<Output = hyper::Result<()>> + Send>>);
@@ -36,7 +39,8 @@ impl Link {
         let (io, conn) = connector.connect().await?;
         let (sender, driver) = http1::handshake(io).await?;
         let driver = Some(Driver(Box::pin(driver.with_upgrades())));
-        Ok(Self { sender, conn, born: Instant::now(), driver, has_task: false })
+        let (born, thread) = (Instant::now(), thread::current().id());
+        Ok(Self { sender, conn, born, driver, has_task: false, thread })
     }
 
     /// Reads and writes what can be. Whatever is awaited wakes the caller.
@@ -46,6 +50,15 @@ impl Link {
         {
             self.driver = None;
             log(ended);
+        }
+    }
+
+    /// Has its bytes come in on this thread, unless a task of another drives it.
+    pub(super) fn move_here(&mut self) {
+        let here = thread::current().id();
+        if self.thread != here && !self.has_task {
+            self.thread = here;
+            self.conn.move_to_next();
         }
     }
 

@@ -1,5 +1,8 @@
 //! The connections to one upstream that wait for a request, and a request's way to one of them.
 //!
+//! Each thread keeps those of its own requests, so that their bytes come in where they are waited for. One that has none left takes
+//! another's: as long as there is one no new one is made, and there are never more than requests were under way at once.
+//!
 //! A connection comes back only after a response that was read to its end, and hyper is ready for the
 //! next request a moment after that. The newest is taken first, so that those a quiet hour doesn't
 //! need grow old and are closed.
@@ -13,6 +16,7 @@ use std::{
 
 use http::{Request, Response};
 use hyper::{body::Incoming, client::conn::TrySendError};
+use thread_local::ThreadLocal;
 use tokio::{
     task::coop::unconstrained,
     time::{Instant, MissedTickBehavior},
@@ -26,14 +30,18 @@ const IDLE: Duration = Duration::from_secs(4);
 /// How often old connections are looked for.
 const SWEEP: Duration = Duration::from_millis(500);
 
-/// A stack of idle connections.
+/// The idle connections.
 #[derive(Debug)]
 pub(crate) struct Pool {
-    idle: Mutex<Vec<Idle>>,
+    idle: ThreadLocal<Mutex<Stack>>,
     connector: Connector,
     /// How long a connection may be used for new requests.
     max_age: Duration,
 }
+
+/// Those that one thread has used, the newest on top.
+#[derive(Debug, Default)]
+struct Stack(Vec<Idle>);
 
 #[derive(Debug)]
 struct Idle {
@@ -85,7 +93,7 @@ type Answer = Pin<
 impl Pool {
     /// Must be called inside the runtime on which the connections will live.
     pub(super) fn start(connector: Connector, max_age: Duration) -> Arc<Self> {
-        let pool = Arc::new(Self { idle: Mutex::default(), connector, max_age });
+        let pool = Arc::new(Self { idle: ThreadLocal::new(), connector, max_age });
         tokio::spawn(sweep_for_ever(Arc::downgrade(&pool)));
         pool
     }
@@ -110,7 +118,7 @@ impl Pool {
         link.look();
         let since = Instant::now();
         if !link.sender.is_closed() && since - link.born < self.max_age {
-            self.lock().push(Idle { link, since });
+            lock(self.idle.get_or_default()).0.push(Idle { link, since });
         }
     }
 
@@ -125,15 +133,10 @@ impl Pool {
         Stage::Connecting(Box::pin(Link::connect(self.connector.clone())), Box::new(request))
     }
 
-    /// The newest connection that is ready, or else the newest that will be.
+    /// One of this thread's own, or else of another's.
     fn take(&self, now: Instant) -> Option<Link> {
-        let mut idle = self.lock();
-        let at = idle
-            .iter()
-            .rposition(|idle| idle.link.sender.is_ready())
-            .or_else(|| idle.iter().rposition(|idle| !idle.link.sender.is_closed()))?;
-        // What lies below is older still. All of it is left to the sweep.
-        (!idle[at].is_old(now)).then(|| idle.remove(at).link)
+        let own = lock(self.idle.get_or_default()).take(now);
+        own.or_else(|| self.idle.iter().find_map(|stack| lock(stack).take(now)))
     }
 
     fn sweep(&self, now: Instant) {
@@ -141,18 +144,20 @@ impl Pool {
             idle.link.look();
             idle.is_old(now) || idle.link.sender.is_closed()
         };
-        let over: Vec<_> = self.lock().extract_if(.., is_over).collect();
-        for mut idle in over {
-            // Nothing is under way on it, so hyper would never close it by itself.
-            if !idle.link.sender.is_ready() {
-                idle.link.abort();
+        for stack in &self.idle {
+            let over: Vec<_> = lock(stack).0.extract_if(.., is_over).collect();
+            for mut idle in over {
+                // Nothing is under way on it, so hyper would never close it by itself.
+                if !idle.link.sender.is_ready() {
+                    idle.link.abort();
+                }
             }
         }
     }
+}
 
-    fn lock(&self) -> MutexGuard<'_, Vec<Idle>> {
-        self.idle.lock().unwrap_or_else(PoisonError::into_inner)
-    }
+fn lock(stack: &Mutex<Stack>) -> MutexGuard<'_, Stack> {
+    stack.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 async fn sweep_for_ever(pool: Weak<Pool>) {
@@ -176,6 +181,7 @@ fn over(link: Link, request: Request<Outgoing>) -> Stage {
 }
 
 fn waiting(mut link: Link, request: Request<Outgoing>) -> Stage {
+    link.move_here();
     link.prepare_for(&request);
     // Polled behind the driver and not woken by it, so that it must never say "later" for fairness' sake.
     let answer = Box::pin(unconstrained(link.sender.try_send_request(request)));
@@ -195,7 +201,20 @@ fn again(request: &Request<Outgoing>) -> Option<Request<Outgoing>> {
     Some(again)
 }
 
-// === impl Idle ===
+// === impl Stack and Idle ===
+
+impl Stack {
+    /// The newest connection that is ready, or else the newest that will be.
+    fn take(&mut self, now: Instant) -> Option<Link> {
+        let idle = &mut self.0;
+        let at = idle
+            .iter()
+            .rposition(|idle| idle.link.sender.is_ready())
+            .or_else(|| idle.iter().rposition(|idle| !idle.link.sender.is_closed()))?;
+        // What lies below is older still. All of it is left to the sweep.
+        (!idle[at].is_old(now)).then(|| idle.remove(at).link)
+    }
+}
 
 impl Idle {
     fn is_old(&self, now: Instant) -> bool {

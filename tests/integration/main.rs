@@ -49,5 +49,6 @@ mod stale;
 mod store_faults;
 mod streaming;
 mod systemd;
+mod threads;
 mod tls_upstream;
 mod traces;

@@ -89,7 +89,8 @@ impl Rig {
         let (_, settings) = tokio::sync::watch::channel(config.server);
         let left = Left::default();
         let handler = Arc::new(Watched(proxy, Arc::clone(&left)));
-        tokio::spawn(server::serve(listener, handler, settings, std::future::pending()));
+        let workers = Arc::new(server::Workers::here());
+        tokio::spawn(server::serve(listener, handler, settings, workers, std::future::pending()));
         Self { front, upstream, admission, left }
     }
 

@@ -1,6 +1,6 @@
 use std::{
     borrow::Cow,
-    fs::File,
+    fs::{DirEntry, File},
     net::{SocketAddr, TcpListener},
     os::fd::OwnedFd,
     path::{Path, PathBuf},
@@ -191,8 +191,17 @@ impl Proxy {
         Self::spawn_with(conf, &[]).await
     }
 
+    /// The same with so many worker threads.
+    pub(crate) async fn spawn_on_threads(conf: &Conf, threads: usize) -> Self {
+        Self::spawn_by(conf, |command| command.args(["--threads", &threads.to_string()])).await
+    }
+
     /// The same with more environment.
     pub(crate) async fn spawn_with(conf: &Conf, environment: &[(&str, &str)]) -> Self {
+        Self::spawn_by(conf, |command| command.envs(environment.iter().copied())).await
+    }
+
+    async fn spawn_by(conf: &Conf, more: impl FnOnce(&mut Command) -> &mut Command) -> Self {
         let (dir, addr, admin) = (TempDir::new().unwrap(), unused_addr(), unused_addr());
         let file = dir.path().join("proxy.toml");
         std::fs::write(&file, conf.text(addr, admin)).unwrap();
@@ -200,7 +209,7 @@ impl Proxy {
             std::fs::write(dir.path().join(name), text).unwrap();
         }
         let mut command = tidegate();
-        command.args(["run", "--config"]).arg(file).envs(environment.iter().copied());
+        more(command.args(["run", "--config"]).arg(file));
         Self::start(command, dir, addr, admin).await
     }
 
@@ -417,6 +426,15 @@ impl Proxy {
 
     pub(crate) fn pid(&self) -> u32 {
         self.process.id().unwrap()
+    }
+
+    /// How many threads serve connections.
+    pub(crate) fn workers(&self) -> usize {
+        let threads = std::fs::read_dir(format!("/proc/{}/task", self.pid())).unwrap();
+        let name = |thread: std::io::Result<DirEntry>| {
+            std::fs::read_to_string(thread.unwrap().path().join("comm")).unwrap_or_default()
+        };
+        1 + threads.map(name).filter(|name| name.starts_with("worker ")).count()
     }
 }
 

@@ -1,0 +1,121 @@
+//! Several threads serve connections, each with connections to the upstream of its own. Clients and the upstream see one proxy.
+
+use tokio::task::JoinSet;
+
+use crate::harness::{Client, Conf, Proxy, Raw, Redis, Upstream, get, one_limit};
+
+/// Clients of which each is served by another thread: those who come have their places, one on each.
+async fn one_for_each(proxy: &Proxy, threads: usize) -> Vec<Raw> {
+    let mut clients = Vec::new();
+    for _ in 0..threads {
+        let mut client = Raw::connect(proxy.addr()).await;
+        ask(&mut client, "/hold?ms=0").await;
+        clients.push(client);
+    }
+    clients
+}
+
+async fn ask(client: &mut Raw, path: &str) {
+    client.write(&get(path)).await.unwrap();
+    answered(client).await;
+}
+
+async fn answered(client: &mut Raw) {
+    let answer = client.answer().await.expect("an answer");
+    assert!(answer.starts_with(b"HTTP/1.1 200 "), "{}", String::from_utf8_lossy(&answer));
+}
+
+async fn on_threads(conf: &Conf, threads: usize) -> Proxy {
+    let proxy = Proxy::spawn_on_threads(conf, threads).await;
+    assert_eq!(proxy.workers(), threads);
+    proxy
+}
+
+#[tokio::test]
+async fn connections_to_the_upstream_are_no_more_than_requests_at_once() {
+    let upstream = Upstream::spawn().await;
+    let proxy = on_threads(&one_limit(&upstream, 10), 3).await;
+    let mut clients = one_for_each(&proxy, 3).await;
+
+    for _ in 0..3 {
+        for client in &mut clients {
+            ask(client, "/hold?ms=0").await;
+        }
+    }
+    assert_eq!(upstream.connections(), 1, "one request at a time, from three threads");
+
+    for round in 1..=3 {
+        for (number, client) in clients.iter_mut().enumerate() {
+            client.write(&get("/gate")).await.unwrap();
+            upstream.wait_current(number + 1).await;
+        }
+        upstream.open(3);
+        for client in &mut clients {
+            answered(client).await;
+        }
+        assert_eq!(upstream.connections(), 3, "in round {round} of three requests at once");
+    }
+}
+
+#[tokio::test]
+async fn a_connection_that_has_a_task_serves_other_threads_too() {
+    let upstream = Upstream::spawn().await;
+    let proxy = on_threads(&one_limit(&upstream, 10), 2).await;
+    let mut clients = one_for_each(&proxy, 2).await;
+    // More than is read before a slot is taken, so it is streamed.
+    let size = 1024 * 1024;
+    let upload = [
+        format!("POST /echo HTTP/1.1\r\nhost: test\r\ncontent-length: {size}\r\n\r\n").into_bytes(),
+        vec![b'x'; size],
+    ]
+    .concat();
+
+    for round in 0..6 {
+        let (one, other) = (round % 2, (round + 1) % 2);
+        clients[one].write(&upload).await.unwrap();
+        answered(&mut clients[one]).await;
+        ask(&mut clients[other], "/hold?ms=0").await;
+    }
+
+    assert_eq!(upstream.connections(), 1);
+}
+
+#[tokio::test]
+async fn the_limit_is_that_of_all_threads() {
+    let (upstream, redis) = (Upstream::spawn().await, Redis::spawn().await);
+    for conf in [one_limit(&upstream, 6), one_limit(&upstream, 6).redis(&redis)] {
+        let proxy = on_threads(&conf, 4).await;
+        let mut all = JoinSet::new();
+        for _ in 0..60 {
+            let addr = proxy.addr();
+            all.spawn(async move {
+                let client = Client::new();
+                for _ in 0..5 {
+                    assert_eq!(client.get(addr, "/hold?ms=5").await.status, 200);
+                }
+            });
+        }
+        all.join_all().await;
+        assert_eq!(upstream.take_highest(), 6);
+    }
+    redis.wait_in_use("llm", 0).await;
+}
+
+#[tokio::test]
+async fn a_drain_waits_for_the_requests_of_every_thread() {
+    let (upstream, redis) = (Upstream::spawn().await, Redis::spawn().await);
+    let mut proxy = on_threads(&one_limit(&upstream, 10).redis(&redis), 3).await;
+    let mut clients = one_for_each(&proxy, 3).await;
+    for client in &mut clients {
+        client.write(&get("/gate")).await.unwrap();
+    }
+    upstream.wait_current(3).await;
+
+    proxy.sigterm();
+    upstream.open(3);
+    for client in &mut clients {
+        answered(client).await;
+    }
+    assert!(proxy.wait_exit().await.success());
+    assert_eq!(redis.in_use("llm").await, 0);
+}
