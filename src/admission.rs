@@ -59,8 +59,8 @@ struct Planned {
 #[derive(Debug)]
 pub struct Permit {
     id: Uuid,
-    /// None where the route has no limit.
-    held: Option<Held>,
+    /// None where the route has no limit; in a box, since a permit goes from hand to hand.
+    held: Option<Box<Held>>,
     taken: Instant,
     max_hold: Option<Duration>,
 }
@@ -208,7 +208,8 @@ impl Admission {
                 meters.iter().for_each(|meter| meter.granted(taken - asked));
                 rates.iter().for_each(|(_, rate)| rate.allowed());
                 let id = lease.holder();
-                let held = Some(Held { lease, meters: Arc::clone(meters), class, weight });
+                let meters = Arc::clone(meters);
+                let held = Some(Box::new(Held { lease, meters, class, weight }));
                 Ok(Permit { id, held, taken, max_hold: *max_hold })
             }
             Err(refused) => {
@@ -319,7 +320,7 @@ impl Permit {
 
     /// Counts the request as open at the upstream.
     pub fn stay(&self) -> Option<Stay> {
-        let Held { meters, weight, .. } = self.held.as_ref()?;
+        let Held { meters, weight, .. } = self.held.as_deref()?;
         meters.iter().for_each(|meter| meter.opened(*weight));
         Some(Stay { meters: Arc::clone(meters), weight: *weight, since: self.taken })
     }

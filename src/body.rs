@@ -36,14 +36,14 @@ enum Kind {
 }
 
 impl ResponseBody {
-    pub(crate) fn streamed(owner: Owner, tee: Option<Tee>) -> Self {
+    pub(crate) fn streamed(owner: Owner, tee: Option<Box<Tee>>) -> Self {
         match (owner.is_end_stream(), tee) {
             (true, tee) => {
-                tee.into_iter().for_each(Tee::finish);
+                tee.into_iter().for_each(|tee| tee.finish());
                 Self::whole(Bytes::new())
             }
             (false, None) => Kind::Streamed(owner).into(),
-            (false, Some(tee)) => Kind::Copied(owner, Some(Box::new(tee))).into(),
+            (false, Some(tee)) => Kind::Copied(owner, Some(tee)).into(),
         }
     }
 

@@ -148,13 +148,13 @@ impl Copies {
     }
 
     /// The head of the answer is here, after this time. Copies of what it changes go; if it may be told again itself, the
-    /// result is to see its body.
+    /// result is to see its body: in a box, since every request has room for one.
     pub(crate) fn answered(
         self: &Arc<Self>,
         interest: Interest,
         head: &Response<()>,
         took: Duration,
-    ) -> Option<Tee> {
+    ) -> Option<Box<Tee>> {
         match interest {
             Interest::Change(Changed(key)) => {
                 if head.status().is_success() || head.status().is_redirection() {
@@ -165,7 +165,7 @@ impl Copies {
             }
             Interest::Copy(asked) => {
                 let terms = Terms::of(&asked, head, took)?;
-                Tee::new(Arc::clone(self), *asked, terms, head)
+                Tee::new(Arc::clone(self), *asked, terms, head).map(Box::new)
             }
         }
     }

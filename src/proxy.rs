@@ -152,7 +152,7 @@ struct Call {
     upstream: Arc<Upstream>,
     /// Which one it is.
     index: usize,
-    request: Request<Outgoing>,
+    request: Box<Request<Outgoing>>,
     interest: Option<Interest>,
     wish: Option<Wish>,
     /// Set for HTTP/2, where a stream may be stuck on a connection that isn't.
@@ -244,12 +244,12 @@ impl Proxy {
 
     async fn answer(
         &self,
-        request: Request<RequestBody>,
+        mut parts: Box<Parts>,
+        body: RequestBody,
         conn: &ClientConn,
     ) -> Response<ResponseBody> {
-        let is_head = request.method() == Method::HEAD;
-        let is_grpc = request.version() == Version::HTTP_2 && reply::is_grpc(request.headers());
-        let (mut parts, body) = request.into_parts();
+        let is_head = parts.method == Method::HEAD;
+        let is_grpc = parts.version == Version::HTTP_2 && reply::is_grpc(&parts.headers);
         let (began, mut notes) = (Instant::now(), Notes::default());
         let trusted = client::is_trusted(conn.peer().ip(), &self.trusted);
         let id = RequestId::of(&parts.headers, trusted);
@@ -290,7 +290,7 @@ impl Proxy {
 
     async fn serve(
         &self,
-        parts: Parts,
+        parts: Box<Parts>,
         body: RequestBody,
         conn: &ClientConn,
         notes: &mut Notes,
@@ -305,7 +305,8 @@ impl Proxy {
             Ok(permit) => (permit, Target::of(&self.rules[route])),
             Err(reply) => {
                 notes.account.refused(reply.reason());
-                match self.degrade(route, reply, &parts, &body, conn).await? {
+                // In a box, or every request would hold room for it.
+                match Box::pin(self.degrade(route, reply, &parts, &body, conn)).await? {
                     Instead::Upstream(permit, target) => (permit, target),
                     Instead::Answer(mut response) => {
                         headers::add_timing(response.headers_mut(), notes.queued, None);
@@ -319,8 +320,7 @@ impl Proxy {
         let interest = self.interest(route, &target, &parts, &body);
         let call = self.prepare(target, parts, body, conn, &permit, interest)?;
         let held = Held { permit, _seat: seat };
-        // In a box, or those who wait would hold room for it.
-        let mut response = Box::pin(self.forward(call, held, conn, notes)).await?;
+        let mut response = self.forward(call, held, conn, notes).await?;
         if let Some(mark) = mark {
             degrade::mark(&mut response, mark);
         }
@@ -470,7 +470,7 @@ impl Proxy {
     fn prepare(
         &self,
         target: Target<'_>,
-        mut parts: Parts,
+        mut parts: Box<Parts>,
         body: Outgoing,
         conn: &ClientConn,
         permit: &Permit,
@@ -514,57 +514,60 @@ impl Proxy {
         if let Some(interest) = &mut interest {
             interest.sent(&parts.headers);
         }
-        let request = Request::from_parts(parts, body);
+        let request = Box::new(Request::from_parts(*parts, body));
         Ok(Call { upstream, index: target.upstream, request, interest, wish, patience })
     }
 
-    async fn forward(
+    fn forward(
         &self,
         call: Call,
         held: Held,
         conn: &ClientConn,
         notes: &mut Notes,
-    ) -> Result<Response<ResponseBody>, Reply> {
-        let queued = notes.queued;
-        let started = held.permit.taken();
-        let upload = match call.request.body() {
+    ) -> impl Future<Output = Result<Response<ResponseBody>, Reply>> + Send {
+        let Call { upstream, index, request, interest, wish, patience } = call;
+        let (queued, started) = (notes.queued, held.permit.taken());
+        let upload = match request.body() {
             Outgoing::Stream(_, upload) => Some(Arc::clone(upload)),
             Outgoing::Empty | Outgoing::Whole(_) => None,
         };
-        let registry = Arc::clone(&self.registry);
-        let idle = call.upstream.tunnel_timeout;
-        let owner = Owner::new(held, call.upstream, upload, call.patience, registry);
-        let mut answer = owner.send(call.request, started).await;
-        if let Err(Failure { spare: Some(spare), .. }) = answer {
-            answer = owner.send_again(*spare).await;
-        }
-        notes.account.reached(|| owner.endpoint());
-        let took = started.elapsed();
-        if answer.is_ok() {
-            self.metrics.upstream_answered(call.index, took);
-        }
-        match answer {
-            Ok(mut head) if head.status() == StatusCode::SWITCHING_PROTOCOLS => {
-                let Some((wish, consent)) = call.wish.zip(Consent::take(&mut head)) else {
-                    // Nobody asked for another protocol: the upstream can't be followed there.
-                    owner.cut(Reason::UpstreamReset);
-                    return Err(Reply::from(Reason::UpstreamReset).after(took));
-                };
-                consent.tell(head.headers_mut());
-                headers::add_timing(head.headers_mut(), queued, Some(took));
-                owner.begin_tunnel();
-                let mut account = std::mem::take(&mut notes.account);
-                account.answered(&head);
-                conn.leave_tunnel(tunnel::run(wish, consent, owner, idle, account));
-                Ok(head.map(|()| ResponseBody::whole(Bytes::new())))
+        let idle = upstream.tunnel_timeout;
+        // Here and not in the future, which would hold room for all that goes into it.
+        let owner = Owner::new(held, upstream, upload, patience, Arc::clone(&self.registry));
+        async move {
+            let mut answer = owner.send(request, started).await;
+            if let Err(Failure { spare: Some(spare), .. }) = answer {
+                answer = owner.send_again(*spare).await;
             }
-            Ok(head) => {
-                let copies = self.copies.as_ref().zip(call.interest);
-                let tee = copies.and_then(|(all, interest)| all.answered(interest, &head, took));
-                owner.take_early().await;
-                Ok(deliver(head, owner, tee, queued, took))
+            notes.account.reached(|| owner.endpoint());
+            let took = started.elapsed();
+            if answer.is_ok() {
+                self.metrics.upstream_answered(index, took);
             }
-            Err(failure) => Err(Reply::from(failure.reason).after(took)),
+            match answer {
+                Ok(mut head) if head.status() == StatusCode::SWITCHING_PROTOCOLS => {
+                    let Some((wish, consent)) = wish.zip(Consent::take(&mut head)) else {
+                        // Nobody asked for another protocol: the upstream can't be followed there.
+                        owner.cut(Reason::UpstreamReset);
+                        return Err(Reply::from(Reason::UpstreamReset).after(took));
+                    };
+                    consent.tell(head.headers_mut());
+                    headers::add_timing(head.headers_mut(), queued, Some(took));
+                    owner.begin_tunnel();
+                    let mut account = std::mem::take(&mut notes.account);
+                    account.answered(&head);
+                    conn.leave_tunnel(tunnel::run(wish, consent, owner, idle, account));
+                    Ok(head.map(|()| ResponseBody::whole(Bytes::new())))
+                }
+                Ok(head) => {
+                    let copies = self.copies.as_ref().zip(interest);
+                    let tee =
+                        copies.and_then(|(all, interest)| all.answered(interest, &head, took));
+                    owner.take_early().await;
+                    Ok(deliver(head, owner, tee, queued, took))
+                }
+                Err(failure) => Err(Reply::from(failure.reason).after(took)),
+            }
         }
     }
 }
@@ -572,12 +575,13 @@ impl Proxy {
 impl Handler for Proxy {
     type Body = ResponseBody;
 
-    async fn handle(
+    fn handle(
         &self,
-        request: Request<RequestBody>,
+        head: Box<Parts>,
+        body: RequestBody,
         conn: &Arc<ClientConn>,
-    ) -> Response<ResponseBody> {
-        self.answer(request, conn).await
+    ) -> impl Future<Output = Response<ResponseBody>> + Send {
+        self.answer(head, body, conn)
     }
 
     fn unreadable(&self, status: StatusCode, conn: &ClientConn) -> Response<Bytes> {
@@ -599,7 +603,7 @@ impl Handler for Proxy {
 fn deliver(
     head: Response<()>,
     owner: Owner,
-    tee: Option<Tee>,
+    tee: Option<Box<Tee>>,
     queued: Duration,
     took: Duration,
 ) -> Response<ResponseBody> {

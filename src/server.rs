@@ -9,7 +9,7 @@ use std::{future::Future, sync::Arc};
 
 use arc_swap::ArcSwap;
 use bytes::Bytes;
-use http::{Request, Response, StatusCode};
+use http::{Response, StatusCode, request::Parts};
 use http_body::Body;
 use tokio::{net::TcpListener, sync::watch};
 
@@ -48,10 +48,11 @@ pub trait Handler: Send + Sync + 'static {
         + Send
         + 'static;
 
-    /// Answers one request.
+    /// Answers one request, whose head is in a box since it passes through many hands.
     fn handle(
         &self,
-        request: Request<RequestBody>,
+        head: Box<Parts>,
+        body: RequestBody,
         conn: &Arc<ClientConn>,
     ) -> impl Future<Output = Response<Self::Body>> + Send;
 
@@ -87,10 +88,11 @@ impl<H: Handler> Handler for ArcSwap<H> {
 
     async fn handle(
         &self,
-        request: Request<RequestBody>,
+        head: Box<Parts>,
+        body: RequestBody,
         conn: &Arc<ClientConn>,
     ) -> Response<Self::Body> {
-        self.load_full().handle(request, conn).await
+        self.load_full().handle(head, body, conn).await
     }
 
     fn unreadable(&self, status: StatusCode, conn: &ClientConn) -> Response<Bytes> {

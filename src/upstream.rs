@@ -89,16 +89,23 @@ impl Upstream {
         Ok(PathAndQuery::try_from(format!("{}{target}", self.base))?.into())
     }
 
-    /// The endpoint for the next request; none if its name can't be looked up.
-    pub(crate) async fn choose(&self) -> Option<Busy> {
-        match self.endpoints.choose() {
-            Some(busy) => Some(busy),
-            None => self.endpoints.first().await,
-        }
+    /// The endpoint for the next request; none while no name was looked up.
+    pub(crate) fn choose(&self) -> Option<Busy> {
+        self.endpoints.choose()
+    }
+
+    /// The same as soon as the first names were; none if they stand for nothing.
+    pub(crate) async fn first(&self) -> Option<Busy> {
+        self.endpoints.first().await
     }
 
     /// Starts a request.
-    pub(crate) fn send(&self, busy: Busy, mut request: Request<Outgoing>, now: Instant) -> Sent {
+    pub(crate) fn send(
+        &self,
+        busy: Busy,
+        mut request: Box<Request<Outgoing>>,
+        now: Instant,
+    ) -> Sent {
         name_host(&busy, &mut request);
         Sent::new(busy, request, now)
     }
@@ -149,7 +156,7 @@ impl Upstream {
                 Cause::Connect(_) => other?,
                 Cause::Broken(_) => other.unwrap_or_else(|| busy.again()),
             };
-            Some(Box::new(Spare { busy, request: *request }))
+            Some(Box::new(Spare { busy, request }))
         });
         Err(Unanswered { cause, open: on.map(|on| Open::new(busy, on)), spare })
     }

@@ -25,7 +25,7 @@ fn answer(length: usize) -> Response<()> {
     head.header("cache-control", "max-age=60").body(()).unwrap()
 }
 
-fn tee(copies: &Arc<Copies>, target: &str, head: &Response<()>) -> Option<Tee> {
+fn tee(copies: &Arc<Copies>, target: &str, head: &Response<()>) -> Option<Box<Tee>> {
     let mut interest = copies.interest(0, &get(target), false)?;
     interest.sent(&get(target).headers);
     copies.answered(interest, head, Duration::ZERO)

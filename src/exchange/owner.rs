@@ -63,11 +63,15 @@ impl Owner {
     /// Sends the request and waits for the head of the response.
     pub(crate) async fn send(
         &self,
-        request: Request<Outgoing>,
+        request: Box<Request<Outgoing>>,
         now: Instant,
     ) -> Result<Response<()>, Failure> {
         let upstream = &self.0.upstream;
-        let busy = upstream.choose().await.ok_or_else(Failure::no_endpoint)?;
+        let busy = match upstream.choose() {
+            Some(busy) => busy,
+            // In a box, or every request would hold room for it.
+            None => Box::pin(upstream.first()).await.ok_or_else(Failure::no_endpoint)?,
+        };
         self.start(|| upstream.send(busy, request, now), now)?;
         self.head().await
     }

@@ -13,7 +13,7 @@ use std::{
 
 use bytes::Bytes;
 use futures_util::task::AtomicWaker;
-use http::{Request, Version, header::EXPECT};
+use http::{Version, header::EXPECT, request::Parts};
 use http_body::{Body, Frame, SizeHint};
 use hyper::body::Incoming;
 use pin_project_lite::pin_project;
@@ -73,26 +73,24 @@ const LEFT: u8 = 2;
 // === impl RequestBody ===
 
 impl RequestBody {
-    /// Wraps a request's body; the watch is `None` for a request without one.
+    /// Wraps the body behind this head; the watch is `None` for a request without one.
     pub(super) fn wrap(
-        request: Request<Incoming>,
+        head: &Parts,
+        incoming: Incoming,
         client: &Arc<ClientConn>,
-    ) -> (Request<Self>, Option<Arc<BodyWatch>>) {
-        let (parts, incoming) = request.into_parts();
+    ) -> (Self, Option<Arc<BodyWatch>>) {
         if incoming.is_end_stream() {
-            let body = Self { incoming: Some(incoming), link: None };
-            return (Request::from_parts(parts, body), None);
+            return (Self { incoming: Some(incoming), link: None }, None);
         }
         let watch = Arc::new(BodyWatch::default());
         client.bodies.remember(Arc::clone(&watch));
         let link = Link {
             watch: Arc::clone(&watch),
             client: Arc::clone(client),
-            blocks_connection: parts.version < Version::HTTP_2,
-            awaits_continue: parts.headers.contains_key(EXPECT),
+            blocks_connection: head.version < Version::HTTP_2,
+            awaits_continue: head.headers.contains_key(EXPECT),
         };
-        let body = Self { incoming: Some(incoming), link: Some(link) };
-        (Request::from_parts(parts, body), Some(watch))
+        (Self { incoming: Some(incoming), link: Some(link) }, Some(watch))
     }
 
     /// Whether the client's body was read to its end.

@@ -454,21 +454,22 @@ struct Serving<H> {
 impl<H: Handler> Serving<H> {
     fn call(
         self: Arc<Self>,
-        mut request: Request<Incoming>,
+        request: Request<Incoming>,
     ) -> impl Future<Output = Result<Response<ResponseBody<H::Body>>, Infallible>> + Send {
-        // Here and not in the future: the head is complete now.
+        // Here and not in the future: the head is complete now, and hyper moves the future with all it holds.
         let in_flight = self.client.begin();
         let is_doubtful = self.client.is_doubtful();
-        self.client.traffic.is_old.store(request.version() == Version::HTTP_10, Relaxed);
+        let (head, incoming) = request.into_parts();
+        let (version, mut head) = (head.version, Box::new(head));
+        self.client.traffic.is_old.store(version == Version::HTTP_10, Relaxed);
         if is_doubtful {
             // hyper took one of them away, and the handler shall know what the client said.
-            request.extensions_mut().insert(TwoLengths);
+            head.extensions.insert(TwoLengths);
         }
+        let (body, watch) = RequestBody::wrap(&head, incoming, &self.client);
         async move {
-            let version = request.version();
-            let (request, body) = RequestBody::wrap(request, &self.client);
-            let mut response = self.handler.handle(request, &self.client).await;
-            if let Some(body) = body
+            let mut response = self.handler.handle(head, body, &self.client).await;
+            if let Some(body) = watch
                 && version < Version::HTTP_2
             {
                 close_if_unread(&mut response, &body, &self.client);

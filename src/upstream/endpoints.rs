@@ -487,7 +487,7 @@ mod tests {
         let all = Endpoints::awaiting(&super::super::tests::config("http://127.0.0.1:1"));
         all.found(0, Some(&[listener.local_addr().unwrap()]), true);
         let request = Request::new(Outgoing::Empty);
-        let mut sent = Sent::new(all.choose().unwrap(), request, Instant::now());
+        let mut sent = Sent::new(all.choose().unwrap(), Box::new(request), Instant::now());
         let serve = async {
             let (mut stream, _) = listener.accept().await.unwrap();
             assert_ne!(stream.read(&mut [0; 1024]).await.unwrap(), 0);

@@ -192,7 +192,7 @@ async fn ask(endpoint: &Arc<Endpoint>, check: &HealthCheck) -> Result<(), BoxErr
     headers.insert(HOST, endpoint.authority());
     headers.insert(USER_AGENT, HeaderValue::from_static("tidegate-health"));
     headers.insert(CONNECTION, HeaderValue::from_static("close"));
-    let mut sent = Sent::probe(Busy::new(endpoint), request);
+    let mut sent = Sent::probe(Busy::new(endpoint), Box::new(request));
     let (response, on) =
         poll_fn(|cx| sent.poll(cx)).await.map_err(|failed| BoxError::from(failed.cause))?;
     let mut line = Line::new(sent.busy(), on);

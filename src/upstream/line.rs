@@ -65,7 +65,7 @@ pub(crate) struct Unanswered {
 #[derive(Debug)]
 pub(crate) struct Spare {
     pub(super) busy: Busy,
-    pub(super) request: Request<Outgoing>,
+    pub(super) request: Box<Request<Outgoing>>,
 }
 
 /// What came of a request.
@@ -83,7 +83,7 @@ pub(crate) struct Failed {
 
 impl Sent {
     /// Over any connection to the endpoint.
-    pub(super) fn new(busy: Busy, request: Request<Outgoing>, now: Instant) -> Self {
+    pub(super) fn new(busy: Busy, request: Box<Request<Outgoing>>, now: Instant) -> Self {
         let on = match &busy.way {
             Way::H1(pool) => On::H1(pool.send(request, now)),
             Way::H2(trunks) => On::H2(h2::Sent::new(trunks, request, false)),
@@ -92,7 +92,7 @@ impl Sent {
     }
 
     /// Over a new connection, or at least another.
-    pub(super) fn afresh(busy: Busy, request: Request<Outgoing>) -> Self {
+    pub(super) fn afresh(busy: Busy, request: Box<Request<Outgoing>>) -> Self {
         let on = match &busy.way {
             Way::H1(pool) => On::H1(pool.send_afresh(request)),
             Way::H2(trunks) => On::H2(h2::Sent::new(trunks, request, true)),
@@ -101,7 +101,7 @@ impl Sent {
     }
 
     /// Asks how the endpoint is. It isn't well if it takes no new connection, where requests need one.
-    pub(super) fn probe(busy: Busy, request: Request<Outgoing>) -> Self {
+    pub(super) fn probe(busy: Busy, request: Box<Request<Outgoing>>) -> Self {
         match &busy.way {
             Way::H1(_) => Self::afresh(busy, request),
             Way::H2(_) => Self::new(busy, request, Instant::now()),

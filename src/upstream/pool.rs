@@ -99,16 +99,16 @@ impl Pool {
     }
 
     /// Sends a request over an idle connection, or a new one.
-    pub(super) fn send(&self, request: Request<Outgoing>, now: Instant) -> Sent {
+    pub(super) fn send(&self, request: Box<Request<Outgoing>>, now: Instant) -> Sent {
         let Some(link) = self.take(now) else {
             return self.send_afresh(request);
         };
-        let spare = again(&request).map(Box::new);
+        let spare = again(&request);
         Sent { stage: over(link, request), spare }
     }
 
     /// Sends a request over a new connection.
-    pub(super) fn send_afresh(&self, request: Request<Outgoing>) -> Sent {
+    pub(super) fn send_afresh(&self, request: Box<Request<Outgoing>>) -> Sent {
         Sent { stage: self.connecting(request), spare: None }
     }
 
@@ -122,15 +122,15 @@ impl Pool {
         }
     }
 
-    fn stage(&self, request: Request<Outgoing>, now: Instant) -> Stage {
+    fn stage(&self, request: Box<Request<Outgoing>>, now: Instant) -> Stage {
         match self.take(now) {
             Some(link) => over(link, request),
             None => self.connecting(request),
         }
     }
 
-    fn connecting(&self, request: Request<Outgoing>) -> Stage {
-        Stage::Connecting(Box::pin(Link::connect(self.connector.clone())), Box::new(request))
+    fn connecting(&self, request: Box<Request<Outgoing>>) -> Stage {
+        Stage::Connecting(Box::pin(Link::connect(self.connector.clone())), request)
     }
 
     /// One of this thread's own, or else of another's.
@@ -172,28 +172,24 @@ async fn sweep_for_ever(pool: Weak<Pool>) {
     }
 }
 
-fn over(link: Link, request: Request<Outgoing>) -> Stage {
-    if link.sender.is_ready() {
-        waiting(link, request)
-    } else {
-        Stage::Almost(link, Box::new(request))
-    }
+fn over(link: Link, request: Box<Request<Outgoing>>) -> Stage {
+    if link.sender.is_ready() { waiting(link, request) } else { Stage::Almost(link, request) }
 }
 
-fn waiting(mut link: Link, request: Request<Outgoing>) -> Stage {
+fn waiting(mut link: Link, request: Box<Request<Outgoing>>) -> Stage {
     link.move_here();
     link.prepare_for(&request);
     // Polled behind the driver and not woken by it, so that it must never say "later" for fairness' sake.
-    let answer = Box::pin(unconstrained(link.sender.try_send_request(request)));
+    let answer = Box::pin(unconstrained(link.sender.try_send_request(*request)));
     Stage::Waiting(link, answer)
 }
 
 /// The same request once more, where sending it twice does no harm and its body is still there.
-fn again(request: &Request<Outgoing>) -> Option<Request<Outgoing>> {
+fn again(request: &Request<Outgoing>) -> Option<Box<Request<Outgoing>>> {
     if !request.method().is_idempotent() {
         return None;
     }
-    let mut again = Request::new(request.body().again()?);
+    let mut again = Box::new(Request::new(request.body().again()?));
     *again.method_mut() = request.method().clone();
     *again.uri_mut() = request.uri().clone();
     *again.version_mut() = request.version();
@@ -245,7 +241,7 @@ impl Sent {
                     let connected = ready!(connecting.as_mut().poll(cx));
                     let Stage::Connecting(_, request) = self.leave() else { unreachable!() };
                     match connected {
-                        Ok(link) => self.stage = waiting(link, *request),
+                        Ok(link) => self.stage = waiting(link, request),
                         Err(error) => {
                             let (cause, spare) = (Cause::Connect(error), Some(request));
                             return Poll::Ready(Err(SendError { cause, link: None, spare }));
@@ -258,7 +254,7 @@ impl Sent {
                     let _ =
                         ready!(link.sender.poll_ready(&mut Context::from_waker(link.waker(cx))));
                     let Stage::Almost(link, request) = self.leave() else { unreachable!() };
-                    self.stage = waiting(link, *request);
+                    self.stage = waiting(link, request);
                 }
                 Stage::Waiting(link, answer) => {
                     link.drive(cx);
@@ -272,7 +268,7 @@ impl Sent {
                     match error.take_message() {
                         // Closed before the request came to it: as if it had never been taken.
                         Some(request) if link.conn.is_reused() => {
-                            self.stage = pool.stage(request, Instant::now());
+                            self.stage = pool.stage(Box::new(request), Instant::now());
                         }
                         _ => return Poll::Ready(Err(self.broken(link, error.into_error()))),
                     }

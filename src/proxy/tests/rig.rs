@@ -8,7 +8,7 @@ use std::{
 
 use bytes::Bytes;
 use futures_util::FutureExt;
-use http::{HeaderMap, Request, Response, StatusCode};
+use http::{HeaderMap, Response, StatusCode, request::Parts};
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
     net::{TcpListener, TcpStream},
@@ -41,10 +41,11 @@ impl Handler for Watched {
 
     async fn handle(
         &self,
-        request: Request<RequestBody>,
+        head: Box<Parts>,
+        body: RequestBody,
         conn: &Arc<ClientConn>,
     ) -> Response<ResponseBody> {
-        let response = self.0.handle(request, conn).await;
+        let response = self.0.handle(head, body, conn).await;
         self.1.lock().unwrap().push(is_free(&self.0.admission));
         response
     }

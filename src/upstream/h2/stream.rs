@@ -64,9 +64,9 @@ pub(crate) struct Failed {
 
 impl Sent {
     /// `afresh` takes another connection than first comes to hand.
-    pub(crate) fn new(trunks: &Arc<Trunks>, request: Request<Outgoing>, afresh: bool) -> Self {
+    pub(crate) fn new(trunks: &Arc<Trunks>, request: Box<Request<Outgoing>>, afresh: bool) -> Self {
         let seating = seating(trunks, afresh);
-        let stage = Stage::Seating(seating, Box::new(request));
+        let stage = Stage::Seating(seating, request);
         Self { stage, trunks: Arc::clone(trunks) }
     }
 
