@@ -24,6 +24,7 @@ mod crowd;
 mod detect;
 mod framing;
 mod front;
+mod gather;
 mod hangup;
 mod io;
 mod tls;

@@ -3,7 +3,7 @@
 use std::{
     convert::Infallible,
     future::{Future, poll_fn},
-    io::ErrorKind,
+    io::{self, ErrorKind},
     net::SocketAddr,
     pin::{Pin, pin},
     sync::{Arc, atomic::Ordering::Relaxed},
@@ -39,6 +39,7 @@ use super::{
     crowd::{Crowd, Presence},
     detect::{Protocol, detect},
     front::{Front, Words},
+    gather::Gather,
     hangup,
     io::{Metered, Socket},
     tls::{self, Tls},
@@ -243,8 +244,10 @@ impl<H: Handler> Server<H> {
         let client = Arc::clone(&serving.client);
         let watchdog = Watchdog::new(self.limits, front.since(), Window::begin());
         let service = service_fn(move |request| Arc::clone(&serving).call(request));
-        let mut conn = pin!(self.http2.serve_connection(TokioIo::new(front), service));
-        drive(conn.as_mut(), stream, &client, watchdog).await;
+        let gather = Gather::new(front);
+        let out = gather.other();
+        let conn = pin!(self.http2.serve_connection(TokioIo::new(gather), service));
+        drive(pin!(Gathering { conn, out }), stream, &client, watchdog).await;
     }
 
     /// Until the connection closes, or is idle: then it is given back, and since when, so that hyper's buffers can go.
@@ -340,6 +343,17 @@ enum Ended {
 trait Conversation: Future<Output = hyper::Result<()>> {
     /// Ends it behind the requests that run.
     fn finish(self: Pin<&mut Self>);
+
+    /// Sends what was said when it was polled, as far as that hasn't been sent yet.
+    fn poll_send(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Poll::Ready(Ok(()))
+    }
+}
+
+/// HTTP/2, and a hand on what it says.
+struct Gathering<'a, C, T> {
+    conn: Pin<&'a mut C>,
+    out: Gather<T>,
 }
 
 impl<I, S, B> Conversation for http1::UpgradeableConnection<I, S>
@@ -354,16 +368,29 @@ where
     }
 }
 
-impl<I, S, B> Conversation for http2::Connection<I, S, TokioExecutor>
+impl<C: Future, T> Future for Gathering<'_, C, T> {
+    type Output = C::Output;
+
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<C::Output> {
+        self.conn.as_mut().poll(cx)
+    }
+}
+
+impl<I, S, B, T> Conversation for Gathering<'_, http2::Connection<I, S, TokioExecutor>, T>
 where
     S: HttpService<Incoming, ResBody = B>,
     S::Error: Into<BoxError>,
     I: Read + Write + Unpin + 'static,
     B: Body<Error: Into<BoxError>> + 'static,
     TokioExecutor: Http2ServerConnExec<S::Future, B>,
+    T: AsyncWrite + Unpin,
 {
-    fn finish(self: Pin<&mut Self>) {
-        self.graceful_shutdown();
+    fn finish(mut self: Pin<&mut Self>) {
+        self.conn.as_mut().graceful_shutdown();
+    }
+
+    fn poll_send(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        self.out.poll_send(cx)
     }
 }
 
@@ -425,7 +452,9 @@ fn poll_conn<C>(mut conn: Pin<&mut C>, cx: &mut Context<'_>, client: &ClientConn
 where
     C: Conversation,
 {
-    match conn.as_mut().poll(cx) {
+    let polled = conn.as_mut().poll(cx);
+    let sent = conn.as_mut().poll_send(cx);
+    match polled {
         Poll::Ready(Ok(())) => Poll::Ready(Ended::Otherwise),
         Poll::Ready(Err(error)) => {
             tracing::debug!(peer = %client.peer(), %error, "connection ended");
@@ -436,6 +465,10 @@ where
             })
         }
         Poll::Pending => {
+            if let Poll::Ready(Err(error)) = sent {
+                tracing::debug!(peer = %client.peer(), %error, "nothing can be sent any more");
+                return Poll::Ready(Ended::Otherwise);
+            }
             // Reading wakes this task through the body's channel when hyper must be polled again.
             let _ = client.poll_rest(cx);
             Poll::Pending
