@@ -243,7 +243,8 @@ impl<H: Handler> Server<H> {
     {
         let client = Arc::clone(&serving.client);
         let watchdog = Watchdog::new(self.limits, front.since(), Window::begin());
-        let service = service_fn(move |request| Arc::clone(&serving).call(request));
+        // In a box, or hyper and tokio would move all of it eight times on its way through a task.
+        let service = service_fn(move |request| Box::pin(Arc::clone(&serving).call(request)));
         let gather = Gather::new(front);
         let out = gather.other();
         let conn = pin!(self.http2.serve_connection(TokioIo::new(gather), service));
