@@ -16,6 +16,9 @@ use tokio::{
 
 use super::client::ClientConn;
 
+/// Up to this much is copied rather than written from where it lies.
+const SMALL: usize = 2048;
+
 /// A TCP stream that the connection's task can watch while hyper owns it.
 #[derive(Clone, Debug)]
 pub(super) struct Socket(pub(super) Arc<TcpStream>);
@@ -90,8 +93,7 @@ impl AsyncWrite for Socket {
         loop {
             ready!(self.0.poll_write_ready(cx))?;
             let room = bufs.iter().map(|buf| buf.len()).sum();
-            let written =
-                self.transfer(Interest::WRITABLE, room, || self.0.try_write_vectored(bufs));
+            let written = self.transfer(Interest::WRITABLE, room, || write(&self.0, bufs, room));
             if let Some(result) = written {
                 return Poll::Ready(result);
             }
@@ -111,6 +113,23 @@ impl AsyncWrite for Socket {
             Err(error) if error.kind() != io::ErrorKind::NotConnected => Poll::Ready(Err(error)),
             _ => Poll::Ready(Ok(())),
         }
+    }
+}
+
+/// Writes what there is at once, by way of one piece if it is small: the kernel takes one faster than a list of them.
+fn write(stream: &TcpStream, bufs: &[IoSlice<'_>], size: usize) -> io::Result<usize> {
+    match bufs {
+        [only] => stream.try_write(only),
+        _ if size <= SMALL => {
+            let mut piece = [0; SMALL];
+            let mut end = 0;
+            for buf in bufs {
+                piece[end..end + buf.len()].copy_from_slice(buf);
+                end += buf.len();
+            }
+            stream.try_write(&piece[..end])
+        }
+        _ => stream.try_write_vectored(bufs),
     }
 }
 
@@ -175,5 +194,34 @@ impl AsyncWrite for Metered {
 
     fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         Pin::new(&mut self.socket).poll_shutdown(cx)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use tokio::{
+        io::{AsyncReadExt, AsyncWriteExt},
+        net::TcpListener,
+    };
+
+    use super::*;
+
+    #[tokio::test]
+    async fn pieces_arrive_in_order_whether_they_are_copied_or_not() {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let stream = TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
+        let mut socket = Socket(Arc::new(stream));
+        let (mut peer, _) = listener.accept().await.unwrap();
+        for sizes in [&[5][..], &[SMALL], &[200, SMALL - 200], &[200, SMALL - 199], &[1, 0, 9_000]]
+        {
+            let pieces: Vec<Vec<u8>> =
+                sizes.iter().zip(b'a'..).map(|(&size, letter)| vec![letter; size]).collect();
+            let bufs: Vec<_> = pieces.iter().map(|piece| IoSlice::new(piece)).collect();
+            let whole = pieces.concat();
+            assert_eq!(socket.write_vectored(&bufs).await.unwrap(), whole.len());
+            let mut came = vec![0; whole.len()];
+            peer.read_exact(&mut came).await.unwrap();
+            assert_eq!(came, whole);
+        }
     }
 }

@@ -83,8 +83,9 @@ async fn a_connection_that_has_a_task_serves_other_threads_too() {
 #[tokio::test]
 async fn the_limit_is_that_of_all_threads() {
     let (upstream, redis) = (Upstream::spawn().await, Redis::spawn().await);
-    for conf in [one_limit(&upstream, 6), one_limit(&upstream, 6).redis(&redis)] {
-        let proxy = on_threads(&conf, 4).await;
+    let embedded = on_threads(&one_limit(&upstream, 6), 4).await;
+    let shared = on_threads(&one_limit(&upstream, 6).redis(&redis), 4).await;
+    for proxy in [&embedded, &shared] {
         let mut all = JoinSet::new();
         for _ in 0..60 {
             let addr = proxy.addr();
