@@ -6,7 +6,7 @@
 //! hyper then drops the wrapper, the socket closes with a reset, and [`UpstreamConn::closed`] tells.
 
 use std::{
-    io,
+    io::{self, Read},
     net::SocketAddr,
     os::fd::AsFd,
     pin::Pin,
@@ -26,6 +26,7 @@ use hyper_util::{
     rt::TokioIo,
 };
 use rustls::ClientConfig;
+use socket2::SockRef;
 use tokio::{
     io::{AsyncRead, AsyncWrite, ReadBuf},
     net::TcpStream,
@@ -224,15 +225,28 @@ impl Connection for Socket {
 }
 
 impl Socket {
-    /// Has this runtime watch it, if it was told to move.
-    fn settle(&mut self) -> io::Result<()> {
+    /// Has this runtime watch it, if it was told to move. True if it did.
+    fn settle(&mut self) -> io::Result<bool> {
         let conn = &self.closing.0;
-        if conn.moved.load(Ordering::Relaxed) {
+        let moves = conn.moved.load(Ordering::Relaxed);
+        if moves {
             conn.moved.store(false, Ordering::Relaxed);
             let again = self.stream.as_fd().try_clone_to_owned()?;
             self.stream = TcpStream::from_std(again.into())?;
         }
-        Ok(())
+        Ok(moves)
+    }
+
+    /// Reads what is there, whatever the runtime has heard of it.
+    fn read_now(&self, buf: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
+        match (&*SockRef::from(&self.stream)).read(buf.initialize_unfilled()) {
+            Ok(size) => {
+                buf.advance(size);
+                Poll::Ready(Ok(()))
+            }
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => Poll::Pending,
+            Err(error) => Poll::Ready(Err(error)),
+        }
     }
 
     fn written(
@@ -257,9 +271,13 @@ impl AsyncRead for Socket {
         cx: &mut Context<'_>,
         buf: &mut ReadBuf<'_>,
     ) -> Poll<io::Result<()>> {
-        self.settle()?;
         let before = buf.filled().len();
-        let read = Pin::new(&mut self.stream).poll_read(cx, buf);
+        // A runtime that is new to it hears of what has come when it next looks, which is behind our next request. What came
+        // before that isn't its answer.
+        let mut read = if self.settle()? { self.read_now(buf) } else { Poll::Pending };
+        if read.is_pending() {
+            read = Pin::new(&mut self.stream).poll_read(cx, buf);
+        }
         let conn = &self.closing.0;
         // Registered only where it is needed; then the flag is looked at again.
         if read.is_pending() {

@@ -8,6 +8,7 @@
 //! need grow old and are closed.
 
 use std::{
+    iter,
     pin::Pin,
     sync::{Arc, Mutex, MutexGuard, PoisonError, Weak},
     task::{Context, Poll, ready},
@@ -114,8 +115,7 @@ impl Pool {
 
     /// Gives back a connection whose response was read to its end.
     pub(crate) fn put(&self, mut link: Link) {
-        // So that hyper sees the end as well.
-        link.look();
+        link.rest();
         let since = Instant::now();
         if !link.sender.is_closed() && since - link.born < self.max_age {
             lock(self.idle.get_or_default()).0.push(Idle { link, since });
@@ -135,8 +135,10 @@ impl Pool {
 
     /// One of this thread's own, or else of another's.
     fn take(&self, now: Instant) -> Option<Link> {
-        let own = lock(self.idle.get_or_default()).take(now);
-        own.or_else(|| self.idle.iter().find_map(|stack| lock(stack).take(now)))
+        let own = self.idle.get_or_default();
+        iter::once(own)
+            .chain(&self.idle)
+            .find_map(|stack| iter::from_fn(|| lock(stack).take(now)).find_map(Link::at_hand))
     }
 
     fn sweep(&self, now: Instant) {
@@ -177,7 +179,6 @@ fn over(link: Link, request: Box<Request<Outgoing>>) -> Stage {
 }
 
 fn waiting(mut link: Link, request: Box<Request<Outgoing>>) -> Stage {
-    link.move_here();
     link.prepare_for(&request);
     // Polled behind the driver and not woken by it, so that it must never say "later" for fairness' sake.
     let answer = Box::pin(unconstrained(link.sender.try_send_request(*request)));

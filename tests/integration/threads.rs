@@ -1,8 +1,15 @@
 //! Several threads serve connections, each with connections to the upstream of its own. Clients and the upstream see one proxy.
 
-use tokio::task::JoinSet;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
-use crate::harness::{Client, Conf, Proxy, Raw, Redis, Upstream, get, one_limit};
+use tokio::{
+    io::{AsyncReadExt, AsyncWriteExt},
+    net::{TcpListener, TcpStream},
+    sync::mpsc,
+    task::JoinSet,
+};
+
+use crate::harness::{Client, Conf, Proxy, Raw, Redis, Upstream, get, one_limit, within};
 
 /// Clients of which each is served by another thread: those who come have their places, one on each.
 async fn one_for_each(proxy: &Proxy, threads: usize) -> Vec<Raw> {
@@ -78,6 +85,88 @@ async fn a_connection_that_has_a_task_serves_other_threads_too() {
     }
 
     assert_eq!(upstream.connections(), 1);
+}
+
+/// An upstream that answers with the target of the request, and does something more behind the first answer on each connection.
+async fn spawn_odd(more: &'static [u8], closes: bool) -> (String, mpsc::UnboundedReceiver<()>) {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let url = format!("http://{}", listener.local_addr().unwrap());
+    let (done, did) = mpsc::unbounded_channel();
+    tokio::spawn(async move {
+        while let Ok((stream, _)) = listener.accept().await {
+            tokio::spawn(serve_oddly(stream, more, closes, done.clone()));
+        }
+    });
+    (url, did)
+}
+
+async fn serve_oddly(
+    mut stream: TcpStream,
+    more: &'static [u8],
+    closes: bool,
+    done: mpsc::UnboundedSender<()>,
+) {
+    let (mut received, mut answered) = (Vec::new(), 0);
+    loop {
+        let text = String::from_utf8_lossy(&received).into_owned();
+        if let Some((head, body)) = text.split_once("\r\n\r\n")
+            && body.len() >= if head.starts_with("POST") { 4 } else { 0 }
+        {
+            let target = head.split(' ').nth(1).unwrap();
+            let length = target.len();
+            let answer = format!("HTTP/1.1 200 OK\r\ncontent-length: {length}\r\n\r\n{target}");
+            stream.write_all(answer.as_bytes()).await.unwrap();
+            received.clear();
+            answered += 1;
+            if answered == 1 {
+                stream.write_all(more).await.unwrap();
+                if closes {
+                    stream.shutdown().await.unwrap();
+                }
+                done.send(()).unwrap();
+            }
+        }
+        if stream.read_buf(&mut received).await.unwrap_or(0) == 0 {
+            return;
+        }
+    }
+}
+
+/// What each of two threads gets, one behind the other, over connections that the upstream has spoiled meanwhile.
+async fn after_spoiling(more: &'static [u8], closes: bool, method: &str) {
+    let (url, mut did) = spawn_odd(more, closes).await;
+    let conf = one_limit(&Upstream::spawn().await, 10).endpoint(url);
+    let proxy = on_threads(&conf, 2).await;
+    let mut clients = [Raw::connect(proxy.addr()).await, Raw::connect(proxy.addr()).await];
+    static NUMBER: AtomicUsize = AtomicUsize::new(0);
+    let body = if method == "POST" { "content-length: 4\r\n\r\nbody" } else { "\r\n" };
+    for round in 0..6 {
+        let client = &mut clients[round % 2];
+        let target = format!("/{}", NUMBER.fetch_add(1, Ordering::Relaxed));
+        let request = format!("{method} {target} HTTP/1.1\r\nhost: test\r\n{body}");
+        client.write(request).await.unwrap();
+        let answer = String::from_utf8(client.answer().await.unwrap()).unwrap();
+        assert!(answer.starts_with("HTTP/1.1 200 "), "{method} {target} behind {more:?}: {answer}");
+        assert!(answer.ends_with(&format!("\r\n\r\n{target}")), "{target}: {answer}");
+        within("the upstream spoils its connection", did.recv()).await.unwrap();
+    }
+}
+
+#[tokio::test]
+async fn what_came_unasked_on_another_threads_connection_is_nobodys_answer() {
+    let evil = b"HTTP/1.1 200 OK\r\ncontent-length: 4\r\n\r\nEVIL";
+    let late = b"HTTP/1.1 408 Request Timeout\r\ncontent-length: 0\r\nconnection: close\r\n\r\n";
+    for method in ["GET", "POST"] {
+        after_spoiling(evil, false, method).await;
+        after_spoiling(late, true, method).await;
+    }
+}
+
+#[tokio::test]
+async fn a_connection_of_another_thread_that_was_closed_is_not_used() {
+    for method in ["GET", "POST"] {
+        after_spoiling(b"", true, method).await;
+    }
 }
 
 #[tokio::test]
