@@ -1,11 +1,14 @@
 //! Several threads serve connections, each with connections to the upstream of its own. Clients and the upstream see one proxy.
 
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{
+    Arc,
+    atomic::{AtomicUsize, Ordering},
+};
 
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
     net::{TcpListener, TcpStream},
-    sync::mpsc,
+    sync::{Semaphore, mpsc},
     task::JoinSet,
 };
 
@@ -87,23 +90,32 @@ async fn a_connection_that_has_a_task_serves_other_threads_too() {
     assert_eq!(upstream.connections(), 1);
 }
 
-/// An upstream that answers with the target of the request, and does something more behind the first answer on each connection.
-async fn spawn_odd(more: &'static [u8], closes: bool) -> (String, mpsc::UnboundedReceiver<()>) {
+/// An upstream that answers with the target of the request. When it may, it does something more behind the first answer on each
+/// connection, and says so.
+async fn spawn_odd(more: &'static [u8], closes: bool) -> (String, Odd) {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let url = format!("http://{}", listener.local_addr().unwrap());
     let (done, did) = mpsc::unbounded_channel();
+    let may = Arc::new(Semaphore::new(0));
+    let odd = Odd { may: Arc::clone(&may), did };
     tokio::spawn(async move {
         while let Ok((stream, _)) = listener.accept().await {
-            tokio::spawn(serve_oddly(stream, more, closes, done.clone()));
+            tokio::spawn(serve_oddly(stream, more, closes, Arc::clone(&may), done.clone()));
         }
     });
-    (url, did)
+    (url, odd)
+}
+
+struct Odd {
+    may: Arc<Semaphore>,
+    did: mpsc::UnboundedReceiver<()>,
 }
 
 async fn serve_oddly(
     mut stream: TcpStream,
     more: &'static [u8],
     closes: bool,
+    may: Arc<Semaphore>,
     done: mpsc::UnboundedSender<()>,
 ) {
     let (mut received, mut answered) = (Vec::new(), 0);
@@ -119,6 +131,7 @@ async fn serve_oddly(
             received.clear();
             answered += 1;
             if answered == 1 {
+                may.acquire().await.unwrap().forget();
                 stream.write_all(more).await.unwrap();
                 if closes {
                     stream.shutdown().await.unwrap();
@@ -134,7 +147,7 @@ async fn serve_oddly(
 
 /// What each of two threads gets, one behind the other, over connections that the upstream has spoiled meanwhile.
 async fn after_spoiling(more: &'static [u8], closes: bool, method: &str) {
-    let (url, mut did) = spawn_odd(more, closes).await;
+    let (url, mut odd) = spawn_odd(more, closes).await;
     let conf = one_limit(&Upstream::spawn().await, 10).endpoint(url);
     let proxy = on_threads(&conf, 2).await;
     let mut clients = [Raw::connect(proxy.addr()).await, Raw::connect(proxy.addr()).await];
@@ -148,7 +161,8 @@ async fn after_spoiling(more: &'static [u8], closes: bool, method: &str) {
         let answer = String::from_utf8(client.answer().await.unwrap()).unwrap();
         assert!(answer.starts_with("HTTP/1.1 200 "), "{method} {target} behind {more:?}: {answer}");
         assert!(answer.ends_with(&format!("\r\n\r\n{target}")), "{target}: {answer}");
-        within("the upstream spoils its connection", did.recv()).await.unwrap();
+        odd.may.add_permits(1);
+        within("the upstream spoils its connection", odd.did.recv()).await.unwrap();
     }
 }
 
