@@ -121,12 +121,12 @@ impl<H: Handler> Acceptor<H> {
         self.remember(Arc::downgrade(&client));
         let server = Arc::clone(&self.server);
         let alive = self.alive.clone();
-        self.workers.serve(async move {
+        self.workers.serve(|served| async move {
             match TcpStream::from_std(stream) {
                 Ok(stream) => server.connection(stream, client).await,
                 Err(error) => tracing::warn!(%error, "a connection can't be watched"),
             }
-            drop((permit, alive));
+            drop((permit, alive, served));
         });
     }
 

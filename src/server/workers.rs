@@ -29,7 +29,7 @@ struct Worker {
 }
 
 /// A connection, as its worker counts it.
-struct Served(Arc<AtomicUsize>);
+pub(super) struct Served(Arc<AtomicUsize>);
 
 // === impl Workers ===
 
@@ -51,14 +51,14 @@ impl Workers {
     }
 
     /// Has a connection served by whoever has the fewest; of those by the first, which is next to what all share.
-    pub(super) fn serve(&self, connection: impl Future<Output = ()> + Send + 'static) {
+    /// Its future keeps the count: another one around it would hold room for it twice.
+    pub(super) fn serve<F>(&self, connection: impl FnOnce(Served) -> F)
+    where
+        F: Future<Output = ()> + Send + 'static,
+    {
         let connections = |worker: &&Worker| worker.connections.load(Relaxed);
         let worker = self.0.iter().min_by_key(connections).expect("there is one");
-        let served = Served::by(worker);
-        worker.runtime.spawn(async move {
-            connection.await;
-            drop(served);
-        });
+        worker.runtime.spawn(connection(Served::by(worker)));
     }
 }
 

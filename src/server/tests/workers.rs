@@ -23,9 +23,10 @@ impl Threads {
     async fn serve(&mut self) -> (ThreadId, oneshot::Sender<()>) {
         let (end, ended) = oneshot::channel::<()>();
         let tell = self.tell.clone();
-        self.workers.serve(async move {
+        self.workers.serve(|served| async move {
             tell.send(std::thread::current().id()).unwrap();
             let _ = ended.await;
+            drop(served);
         });
         (self.told.recv().await.unwrap(), end)
     }
@@ -56,9 +57,9 @@ async fn dropping_them_ends_what_they_serve() {
     let mut threads = Threads::start(2);
     let (_here, _end) = threads.serve().await;
     let (held, dropped) = oneshot::channel::<()>();
-    threads.workers.serve(async move {
+    threads.workers.serve(|served| async move {
         std::future::pending::<()>().await;
-        drop(held);
+        drop((held, served));
     });
     drop(threads);
     assert!(time::timeout(PATIENCE, dropped).await.unwrap().is_err());
