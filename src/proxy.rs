@@ -160,7 +160,7 @@ struct Call {
 }
 
 impl Proxy {
-    /// Must be called inside the runtime on which the upstream connections will live.
+    /// Must be called inside a runtime.
     pub fn new(
         config: &Config,
         admission: Arc<Admission>,

@@ -50,7 +50,7 @@ pub(crate) struct Upstream {
 }
 
 impl Upstream {
-    /// Must be called inside the runtime on which its connections will live.
+    /// Must be called inside a runtime.
     pub(crate) fn new(config: &config::Upstream) -> Self {
         let first = &config.endpoints[0];
         let host = endpoints::authority(first);

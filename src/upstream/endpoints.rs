@@ -113,7 +113,7 @@ struct Known {
 // === impl Endpoints ===
 
 impl Endpoints {
-    /// Must be called inside the runtime on which the connections will live.
+    /// Must be called inside a runtime.
     pub(super) fn start(config: &config::Upstream) -> Arc<Self> {
         let mut endpoints = Self::empty(config);
         let mut names = Vec::new();

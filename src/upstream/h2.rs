@@ -91,7 +91,7 @@ struct Seat(Arc<Trunk>);
 // === impl Trunks ===
 
 impl Trunks {
-    /// Must be called inside the runtime on which the connections will live.
+    /// Must be called inside a runtime.
     pub(super) fn start(
         connector: Connector,
         max_age: Duration,

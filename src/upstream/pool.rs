@@ -92,7 +92,7 @@ type Answer = Pin<
 // === impl Pool ===
 
 impl Pool {
-    /// Must be called inside the runtime on which the connections will live.
+    /// Must be called inside a runtime.
     pub(super) fn start(connector: Connector, max_age: Duration) -> Arc<Self> {
         let pool = Arc::new(Self { idle: ThreadLocal::new(), connector, max_age });
         tokio::spawn(sweep_for_ever(Arc::downgrade(&pool)));

@@ -1,9 +1,6 @@
 //! Several threads serve connections, each with connections to the upstream of its own. Clients and the upstream see one proxy.
 
-use std::sync::{
-    Arc,
-    atomic::{AtomicUsize, Ordering},
-};
+use std::sync::Arc;
 
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
@@ -151,11 +148,10 @@ async fn after_spoiling(more: &'static [u8], closes: bool, method: &str) {
     let conf = one_limit(&Upstream::spawn().await, 10).endpoint(url);
     let proxy = on_threads(&conf, 2).await;
     let mut clients = [Raw::connect(proxy.addr()).await, Raw::connect(proxy.addr()).await];
-    static NUMBER: AtomicUsize = AtomicUsize::new(0);
     let body = if method == "POST" { "content-length: 4\r\n\r\nbody" } else { "\r\n" };
     for round in 0..6 {
         let client = &mut clients[round % 2];
-        let target = format!("/{}", NUMBER.fetch_add(1, Ordering::Relaxed));
+        let target = format!("/{round}");
         let request = format!("{method} {target} HTTP/1.1\r\nhost: test\r\n{body}");
         client.write(request).await.unwrap();
         let answer = String::from_utf8(client.answer().await.unwrap()).unwrap();
