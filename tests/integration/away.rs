@@ -348,6 +348,8 @@ async fn strict_recovery_outlasts_those_who_cannot_register_again() {
     }
     relay.shut();
     redis.restart().await;
+    // Or the requests would be refused at once, if Redis took long to start.
+    wait_away(&near, false).await;
     // Redis has forgotten them, and they can't say that they run.
     let requests: Vec<_> = (0..4).map(|_| get(&near, "/gate")).collect();
     upstream.wait_total(8).await;

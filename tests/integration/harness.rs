@@ -1,11 +1,14 @@
 //! What the tests run the program with: a Redis, an upstream that counts, the proxy, clients, and a relay that breaks connections.
 
 use std::{
+    fmt::Debug,
     net::{SocketAddr, TcpListener},
     process::Command,
     sync::atomic::{AtomicU16, Ordering},
     time::Duration,
 };
+
+use tokio::sync::watch;
 
 mod carrier;
 mod client;
@@ -39,6 +42,17 @@ pub(crate) async fn within<T>(what: &str, future: impl Future<Output = T>) -> T 
     }
 }
 
+/// Waits until what is watched is so, or fails with what it is instead.
+pub(crate) async fn watched<T: Debug>(
+    what: &str,
+    mut values: watch::Receiver<T>,
+    done: impl FnMut(&T) -> bool,
+) {
+    if tokio::time::timeout(LIMIT, values.wait_for(done)).await.is_err() {
+        panic!("{what}: still not after {LIMIT:?}, but {:?}", *values.borrow());
+    }
+}
+
 /// Waits until something outside says so: a key in Redis, a metric, the state of a process.
 pub(crate) async fn eventually(what: &str, mut condition: impl AsyncFnMut() -> bool) {
     within(what, async {
@@ -54,7 +68,8 @@ pub(crate) async fn eventually(what: &str, mut condition: impl AsyncFnMut() -> b
 pub(crate) fn unused_addr() -> SocketAddr {
     static NEXT: AtomicU16 = AtomicU16::new(0);
     // A Redis of a Cluster listens 10,000 higher as well, which is still below the ports that clients are given.
-    let start = (std::process::id() % 10_000) as u16;
+    // Processes of the tests that run side by side begin far from each other.
+    let start = (std::process::id() * 67 % 10_000) as u16;
     for _ in 0..10_000 {
         let port = 12_000 + (start + NEXT.fetch_add(1, Ordering::Relaxed) % 10_000) % 10_000;
         let addr = SocketAddr::from(([127, 0, 0, 1], port));

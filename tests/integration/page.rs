@@ -242,6 +242,8 @@ async fn it_fits_a_phone_and_the_dark_and_has_its_picture_taken() {
     browser.picture("calm").await;
 
     requests.extend(get_many(&proxy, "/gate", 9));
+    // What comes now waits, whatever its class.
+    upstream.wait_current(12).await;
     for class in ["critical", "critical", "background", "background", "background"] {
         let (addr, client) = (proxy.addr(), Client::new());
         let get = async move { client.get_with(addr, "/gate", &[("x-priority", class)]).await };

@@ -17,7 +17,7 @@ use tokio::{
 };
 use tokio_rustls::TlsAcceptor;
 
-use super::within;
+use super::watched;
 
 /// An HTTP/2 server that counts the streams it has in flight: from a request's head to the end of its answer, or until the reset of
 /// the stream or the close of its connection is seen.
@@ -131,9 +131,8 @@ impl H2Upstream {
 
     /// Waits until exactly this many streams are in flight.
     pub(crate) async fn wait_current(&self, current: usize) {
-        let mut counts = self.state.counts.subscribe();
-        let what = format!("{current} streams at the upstream (now {:?})", *counts.borrow());
-        within(&what, counts.wait_for(|counts| counts.current == current)).await.unwrap();
+        let what = format!("{current} streams at the upstream");
+        watched(&what, self.state.counts.subscribe(), |counts| counts.current == current).await;
     }
 }
 

@@ -19,7 +19,7 @@ use tokio::{
     task::JoinHandle,
 };
 
-use super::within;
+use super::watched;
 
 /// An HTTP/1.1 server that counts what it has in flight: from a request's head to just before the last byte of its answer is written
 /// (a client that has that byte may already send the next request), or until the peer's close is seen, for which it always watches.
@@ -142,9 +142,7 @@ impl Upstream {
     }
 
     async fn wait(&self, what: &str, done: impl FnMut(&Counts) -> bool) {
-        let mut counts = self.state.counts.subscribe();
-        let what = format!("{what} (now {:?})", *counts.borrow());
-        within(&what, counts.wait_for(done)).await.unwrap();
+        watched(what, self.state.counts.subscribe(), done).await;
     }
 
     /// What `/health` says from now on.
