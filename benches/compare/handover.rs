@@ -58,6 +58,9 @@ pub(crate) async fn section(run: &mut Run) -> Result<()> {
     let disturbance = Disturbance::watch();
     let mut started = Vec::new();
     for ((candidate, instances), name) in FLEETS {
+        if !run.compares(candidate) {
+            continue;
+        }
         // One for each, or they would share a limit.
         let redis = start_redis(Cpus::Any).await?;
         let upstream = crate::upstream::HoldUpstream::start()?;

@@ -13,7 +13,7 @@
 //! pinned there.
 //!
 //! Environment: `BENCH_ROUNDS` (3), `BENCH_SECONDS` (2, of each load; some sections' loads last longer by a factor),
-//! `BENCH_ONLY` (sections, with commas between), `BENCH_CANDIDATES` (the same for those of `throughput`: two alone, over many
+//! `BENCH_ONLY` (sections, with commas between), `BENCH_CANDIDATES` (the same for those of `throughput` and `handover`: two alone, over many
 //! rounds, can be compared more closely), `BENCH_SHORT` (set: a tenth of the connections, streams and bytes, to see that it
 //! works). `cargo bench --bench compare -- plot` draws the saved reports.
 
@@ -52,7 +52,7 @@ struct Run {
     seconds: u64,
     /// Whether this is only to see that everything works.
     short: bool,
-    /// The names of those that throughput is measured of, with commas between; of all if it is empty.
+    /// The names of those whose throughput and hand-over are measured, with commas between; of all if it is empty.
     candidates: String,
     report: Report,
     marks: Vec<Mark>,
