@@ -316,7 +316,7 @@ pub fn main(
         let app = App::bind(config, sockets).await?.with_log(log).with_workers(workers);
         let reloads = Reloads::of(source);
         let admin = app.admin_addr().map(tracing::field::display);
-        tracing::info!(listen = %app.addr(), admin, "ready for requests");
+        tracing::info!(listen = %app.addr(), admin, "listening");
         systemd::tell(Progress::Ready);
         let cut = app.run(stop_signal(), Some(reloads)).await;
         tracing::info!(cut, "stopped");
