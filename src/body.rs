@@ -53,10 +53,18 @@ impl ResponseBody {
 
     /// Ties the request's account to the end of its answer, of which nothing is read if it `is_head` only.
     pub(crate) fn tie(&mut self, mut account: Account, is_head: bool) {
-        if is_head || self.is_end_stream() {
+        if is_head || self.is_whole() {
             account.complete();
         }
         self.account = account;
+    }
+
+    /// Whether the client was given everything, even if the upstream has not ended yet.
+    fn is_whole(&self) -> bool {
+        match &self.kind {
+            Kind::Streamed(owner) | Kind::Copied(owner, _) => owner.is_whole(),
+            Kind::Whole(full) => full.is_end_stream(),
+        }
     }
 
     /// What comes of a poll is what the client gets.
@@ -66,7 +74,7 @@ impl ResponseBody {
             Poll::Pending | Poll::Ready(Some(Err(_))) => {}
             Poll::Ready(Some(Ok(frame))) => {
                 self.account.given(frame.data_ref().map_or(0, Bytes::len) as u64);
-                if self.is_end_stream() {
+                if self.is_whole() {
                     self.account.complete();
                 }
             }
@@ -89,7 +97,7 @@ impl Body for ResponseBody {
             Kind::Copied(owner, tee) => {
                 let polled = owner.poll_frame(cx);
                 if let Poll::Ready(frame) = &polled {
-                    follow(tee, frame.as_ref(), owner.is_end_stream());
+                    follow(tee, frame.as_ref(), owner.is_whole());
                 }
                 polled.map_err(Into::into)
             }

@@ -378,6 +378,15 @@ impl State {
         Response::from_parts(head, ())
     }
 
+    /// Whether everything that the head promised was handed out.
+    fn is_whole(&self) -> bool {
+        self.early.is_none()
+            && match &self.phase {
+                Phase::Body(_, body, _) => body.size_hint().exact() == Some(0),
+                phase => matches!(phase, Phase::Over(None)),
+            }
+    }
+
     /// Whether the client let the last piece lie for so long, or for each [`LARGE`] bytes of it.
     fn is_left_lying(&mut self, now: Instant, patience: Duration) -> bool {
         let given = &mut self.given;

@@ -1,4 +1,4 @@
-//! The side of an exchange that hyper polls, and drops when the client leaves.
+//! The side of an exchange that hyper polls, and drops when the client leaves, or has all that was promised.
 
 use std::{
     future::poll_fn,
@@ -20,7 +20,7 @@ use crate::{
     upstream::{Sent, Spare, Upstream},
 };
 
-/// The future or body that hyper polls. Dropping it means that the client left.
+/// The future or body that hyper polls. Dropping it means that the client left, unless it [is whole](Self::is_whole).
 #[derive(Debug)]
 pub(crate) struct Owner(Arc<Exchange>);
 
@@ -172,6 +172,12 @@ impl Owner {
         matches!(state.phase, Phase::Over(None)) && state.early.is_none()
     }
 
+    /// Whether the client was given all of the answer that was promised. The upstream may still have to end it: over HTTP/2 the
+    /// end can come behind the last byte, and hyper asks for nothing behind the length that a head tells.
+    pub(crate) fn is_whole(&self) -> bool {
+        self.0.lock().is_whole()
+    }
+
     pub(crate) fn size_hint(&self) -> SizeHint {
         let state = self.0.lock();
         let early = state.early.as_ref().and_then(Frame::data_ref).map_or(0, Bytes::len) as u64;
@@ -207,7 +213,7 @@ impl Drop for Owner {
             Phase::Body(..) => Some(true),
         };
         if let Some(has_head) = has_head
-            && exchange.upstream.finishes
+            && (exchange.upstream.finishes || state.is_whole())
             // A runtime that is gone drops the task at once, and with it this owner's successor.
             && !state.is_finishing
         {

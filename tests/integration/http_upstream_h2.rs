@@ -114,6 +114,30 @@ async fn an_upstream_that_speaks_http1_only_is_told_from_one_that_is_late() {
 }
 
 #[tokio::test]
+async fn an_answer_that_is_whole_holds_its_slot_to_the_end_of_its_stream() {
+    let upstream = H2Upstream::spawn(Settings::default()).await;
+    // Whoever takes the end for a client that left holds the slot for ever.
+    let conf = conf(&upstream, 1).await.upstream("http2 = true\nlinger = \"10m\"");
+    let conf = conf.queue("{ size = 0, timeout = \"1s\" }");
+    let copied = "on_full = [{ stale = \"10m\" }]\n[log]\nrequests = true\n";
+    let proxy = Proxy::spawn(&conf.route(copied)).await;
+    for bytes in [5, 100_000, 0] {
+        let path = format!("/length?bytes={bytes}");
+        let answer = Client::new().get(proxy.addr(), &path).await;
+        assert_eq!((answer.status, answer.body.len()), (200, bytes));
+        upstream.wait_current(1).await;
+        assert_eq!(proxy.limit("llm").await["in_use"], 1);
+        if bytes > 0 {
+            let copy = Client::new().get(proxy.addr(), &path).await;
+            assert_eq!((copy.header("tidegate-degraded"), copy.body.len()), ("stale", bytes));
+        }
+        upstream.open();
+        eventually("the slot is free", async || proxy.limit("llm").await["in_use"] == 0).await;
+    }
+    assert_eq!(proxy.log().matches("\"end\":\"complete\"").count(), 5, "{}", proxy.log());
+}
+
+#[tokio::test]
 async fn e40_a_slot_is_free_only_when_its_stream_was_reset() {
     let upstream = H2Upstream::spawn(Settings { most_streams: 1, ..Settings::default() });
     let upstream = upstream.await;

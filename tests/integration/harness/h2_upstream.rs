@@ -8,7 +8,10 @@ use std::{
 
 use bytes::Bytes;
 use h2::{Reason, RecvStream, SendStream, server::SendResponse};
-use http::{HeaderMap, Request, Response};
+use http::{
+    HeaderMap, HeaderValue, Request, Response,
+    header::{CACHE_CONTROL, CONTENT_LENGTH},
+};
 use tokio::{
     io::{self, AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt},
     net::{TcpListener, TcpStream},
@@ -25,6 +28,7 @@ use super::watched;
 /// - `/gate` answers when [`H2Upstream::open`] lets all of them through; with `&body=1` its head comes at once
 /// - `/echo` sends the request's body and trailers back
 /// - `/big?bytes=1000` sends that many bytes
+/// - `/length?bytes=1000` sends that many bytes, as its head tells, and ends the stream when the gate is opened
 /// - `/head?bytes=1000` answers with a field of that length
 /// - `/refuse` refuses the stream once, then answers
 /// - `/drop` closes the connection
@@ -235,6 +239,20 @@ async fn stream(
                 let room = room?.min(left);
                 left -= room;
                 sending.send_data(Bytes::from(vec![b'x'; room]), false)?;
+            }
+            drop(in_flight);
+            sending.send_data(Bytes::new(), true)
+        }
+        "/length" => {
+            let opened = state.open.notified();
+            let mut response = ok;
+            response.headers_mut().insert(CONTENT_LENGTH, bytes.into());
+            response.headers_mut().insert(CACHE_CONTROL, HeaderValue::from_static("max-age=60"));
+            let mut sending = respond.send_response(response, false)?;
+            sending.send_data(Bytes::from(vec![b'x'; bytes]), false)?;
+            tokio::select! {
+                () = opened => {}
+                _ = is_reset(&mut respond, Some(&mut sending)) => return Ok(()),
             }
             drop(in_flight);
             sending.send_data(Bytes::new(), true)
