@@ -6,7 +6,8 @@
 //! - the response ended clean: the permit drops at once;
 //! - it was cut (timeout, failure, operator) or its owner dropped it (the client left): the upstream's
 //!   connection is closed first, and the permit drops when it is closed, after `linger`;
-//! - the client left and the upstream is to finish: a task reads on, and ends in one of the first two.
+//! - the client left and the upstream is to finish, or the client has all that was promised and the upstream hasn't ended:
+//!   a task reads on, and ends in one of the first two.
 
 use std::{
     collections::HashMap,

@@ -113,7 +113,10 @@ pub(crate) async fn section(run: &mut Run) -> Result<()> {
     eprintln!();
     drop(started);
     show(run, &samples, disturbance.percent());
-    three_instances(run).await
+    if run.compares(Candidate::Redis) {
+        three_instances(run).await?;
+    }
+    Ok(())
 }
 
 /// Three instances with one limit of six, far more clients than that.

@@ -13,9 +13,9 @@
 //! pinned there.
 //!
 //! Environment: `BENCH_ROUNDS` (3), `BENCH_SECONDS` (2, of each load; some sections' loads last longer by a factor),
-//! `BENCH_ONLY` (sections, with commas between), `BENCH_CANDIDATES` (the same for those of `throughput` and `handover`: two alone, over many
-//! rounds, can be compared more closely), `BENCH_SHORT` (set: a tenth of the connections, streams and bytes, to see that it
-//! works). `cargo bench --bench compare -- plot` draws the saved reports.
+//! `BENCH_ONLY` (sections, with commas between), `BENCH_CANDIDATES` (the same for those of `throughput` and `handover`: two
+//! alone, over many rounds, can be compared more closely), `BENCH_SHORT` (set: a tenth of the connections, streams and bytes,
+//! to see that it works). `cargo bench --bench compare -- plot` draws the saved reports.
 
 use std::{env, process::ExitCode};
 

@@ -134,7 +134,8 @@ async fn an_answer_that_is_whole_holds_its_slot_to_the_end_of_its_stream() {
         upstream.open();
         eventually("the slot is free", async || proxy.limit("llm").await["in_use"] == 0).await;
     }
-    assert_eq!(proxy.log().matches("\"end\":\"complete\"").count(), 5, "{}", proxy.log());
+    let complete = || proxy.log().matches("\"end\":\"complete\"").count();
+    eventually("five lines of complete answers", async || complete() == 5).await;
 }
 
 #[tokio::test]
